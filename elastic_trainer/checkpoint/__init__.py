@@ -1,0 +1,1 @@
+"""Per-layer checkpoints: format, store, retention and export."""

@@ -1,0 +1,1 @@
+"""Metrics, run records and progress displays."""

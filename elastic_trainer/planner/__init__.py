@@ -1,0 +1,1 @@
+"""Pure planning: profile, cost, memory, partition and simulation. No torch, no Ray."""

@@ -1,0 +1,1 @@
+"""Schedules as pure data: actions, generators, lowering, validation, segments."""

@@ -1,0 +1,1 @@
+"""Channels that carry tensors between workers: ZeroMQ, torch.distributed, in-process."""
