@@ -1,0 +1,125 @@
+"""The loader: tokenises, packs and decodes ahead of need, and sends batches to the stages.
+
+A plain class; `handles.py` makes it an actor. Its only state is the position in the data, which the
+coordinator commits; what it sends is a pure function of that position.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from elastic_trainer.actors.links import make_exchange, own_channel
+from elastic_trainer.config import Config
+from elastic_trainer.data.batches import BatchStream
+from elastic_trainer.errors import DataError
+from elastic_trainer.transport.channel import Message, Tag
+from elastic_trainer.transport.exchange import Exchange
+from elastic_trainer.types import BatchInfo, Cursor, WorkerId
+
+Fields = Mapping[str, "np.ndarray[Any, Any]"]
+Batch = tuple[BatchInfo, Sequence[Fields]]
+
+
+def update_batch_size(config: Config) -> int:
+    """Samples of one update: the global batch, or one microbatch when asynchronous."""
+    if config.pipeline.schedule.startswith("async"):
+        return config.pipeline.microbatch_size
+    return config.train.global_batch_size
+
+
+class Loader:
+    """Serves one run's training and held-out batches."""
+
+    def __init__(self, worker: WorkerId, config: Config, private_dir: str) -> None:
+        torch.set_num_threads(1)
+        self.worker = worker
+        self.config = config
+        self._channel = own_channel(worker, config, private_dir, torch.device("cpu"))
+        self._exchange: Exchange | None = None
+        self._routes: Mapping[str, Sequence[WorkerId]] = {}
+        self._generation = 0
+        self._stream: Iterator[Batch] | None = None
+        self._eval_cache: list[Batch] | None = None
+
+    def describe(self) -> Mapping[str, Any]:
+        """Address of the loader's channel."""
+        return {"address": self._channel.address(), "device": "cpu"}
+
+    def sample(self) -> Fields:
+        """The first microbatch of the data, to profile with: field name to array."""
+        for _, microbatches in self._open(Cursor()):
+            return microbatches[0]
+        raise DataError(f"{self.config.data.path} holds no training batch", "Check data.path.")
+
+    def configure(
+        self,
+        generation: int,
+        peers: Mapping[WorkerId, Any],
+        routes: Mapping[str, Sequence[WorkerId]],
+        cursor: Cursor,
+    ) -> None:
+        """Serve these peers from `cursor` on; `routes` says which field goes to whom."""
+        self._exchange = make_exchange(self.config, "cpu", self._channel, peers)
+        self._exchange.advance(generation)
+        self._routes, self._generation = routes, generation
+        self._stream = self._open(cursor)
+
+    def prepare(self, first_update: int, num_updates: int) -> list[BatchInfo]:
+        """Send the next batches to the stages; fewer than asked when the last epoch ends."""
+        assert self._stream is not None, "configure comes first"
+        infos: list[BatchInfo] = []
+        for update in range(first_update, first_update + num_updates):
+            batch = next(self._stream, None)
+            if batch is None:
+                break
+            info = _numbered(batch[0], update)
+            self._send("D", update, batch[1])
+            infos.append(info)
+        return infos
+
+    def prepare_eval(self, first_key: int) -> list[BatchInfo]:
+        """Send the held-out batches, under keys from `first_key` on; empty without such data."""
+        if self._eval_cache is None:
+            self._eval_cache = list(self._eval_batches())
+        infos = []
+        for key, (info, microbatches) in enumerate(self._eval_cache, start=first_key):
+            self._send("E", key, microbatches)
+            infos.append(_numbered(info, key))
+        return infos
+
+    def close(self) -> None:
+        """Close the sockets."""
+        (self._exchange or self._channel).close()
+
+    def _open(self, cursor: Cursor) -> Iterator[Batch]:
+        stream = BatchStream(self.config, "train", update_batch_size(self.config), cursor)
+        for info, microbatches in stream:
+            limit = self.config.train.num_epochs
+            yield info, microbatches
+            if limit is not None and info.end.epoch >= limit:
+                return
+
+    def _eval_batches(self) -> Iterator[Batch]:
+        size = self.config.train.global_batch_size
+        stream = BatchStream(self.config, "eval", size, Cursor())
+        for _, (info, microbatches) in zip(
+            range(self.config.train.eval_batches), stream, strict=False
+        ):
+            yield info, microbatches
+            if info.end.epoch >= 1:  # once through the held-out data is enough
+                return
+
+    def _send(self, kind: str, key: int, microbatches: Sequence[Fields]) -> None:
+        assert self._exchange is not None, "configure comes first"
+        for index, fields in enumerate(microbatches):
+            tag = Tag(self._generation, kind, key, index)
+            for peer in dict.fromkeys(p for peers in self._routes.values() for p in peers):
+                names = [name for name, peers in self._routes.items() if peer in peers]
+                tensors = [torch.from_numpy(np.ascontiguousarray(fields[n])) for n in names]
+                self._exchange.send(peer, tag, Message(tensors, {"fields": names}))
+
+
+def _numbered(info: BatchInfo, update: int) -> BatchInfo:
+    return BatchInfo(update=update, microbatches=info.microbatches, end=info.end)

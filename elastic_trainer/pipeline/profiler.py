@@ -1,0 +1,128 @@
+"""Measure what each layer costs, one layer at a time, so that no worker needs the whole model."""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_trainer.config import Config
+from elastic_trainer.models.layers import ModelSpec, build_layer
+from elastic_trainer.pipeline.stage import autocast
+from elastic_trainer.transport.tree import flatten, unflatten
+from elastic_trainer.types import LayerProfile, Profile
+
+REPEATS = 3  # the fastest counts: the others were disturbed, or warmed something up
+
+
+def profile_layers(
+    model: ModelSpec, config: Config, sample: Mapping[str, Tensor], device: torch.device
+) -> Profile:
+    """Run each layer forward and backward on a real microbatch.
+
+    Args:
+        model: the layers and the loss; the loss counts as part of the last layer.
+        config: precision, seed and microbatch size.
+        sample: fields of one microbatch, as the loader sends them.
+        device: where to run.
+
+    Returns:
+        Seconds and bytes per layer. Layers alike in structure and input are measured once.
+    """
+    fields = {name: tensor.to(device) for name, tensor in sample.items()}
+    first = [fields[name] for name in model.input_fields]
+    value: Any = (
+        first[0] if len(first) == 1 else dict(zip(model.input_fields, first, strict=True))
+    )
+    known: dict[str, LayerProfile] = {}
+    profiles = []
+    last = len(model.layers) - 1
+    for index, spec in enumerate(model.layers):
+        module = build_layer(spec, config.train.seed, device)
+        extra = {name: fields[name] for name in spec.batch_fields}
+        loss = model.loss if index == last else None
+        measured = known.get(key := _signature(module, value, index == last))
+        if measured is None:
+            measured = known[key] = _measure(module, value, extra, loss, fields, config)
+        profiles.append(replace(measured, name=spec.name))
+        with torch.no_grad(), autocast(config, device):
+            value = module(value, **extra)
+    return Profile(
+        device_class=device_class(device),
+        microbatch_size=config.pipeline.microbatch_size,
+        layers=tuple(profiles),
+    )
+
+
+def device_class(device: torch.device) -> str:
+    """Name under which profiles of like devices are shared."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def _measure(
+    module: nn.Module,
+    value: Any,
+    extra: Mapping[str, Tensor],
+    loss: Callable[..., Tensor] | None,
+    fields: Mapping[str, Tensor],
+    config: Config,
+) -> LayerProfile:
+    parameters = list(module.parameters())
+    device = parameters[0].device if parameters else next(iter(fields.values())).device
+    spec, leaves = flatten(value)
+    forward_s, backward_s, saved_bytes, wire_bytes = [], [], 0, 0
+    for _ in range(REPEATS):
+        saved: dict[int, int] = {}
+        inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in leaves]
+        with torch.autograd.graph.saved_tensors_hooks(_recorder(saved), lambda t: t):
+            begin = _now(device)
+            with autocast(config, device):
+                out = module(unflatten(spec, inputs), **extra)
+                _, outputs = flatten(out)
+                roots = [loss(out, fields)] if loss else outputs
+            forward_s.append(_now(device) - begin)
+        roots = [t for t in roots if t.requires_grad]
+        begin = _now(device)
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+        backward_s.append(_now(device) - begin)
+        for parameter in parameters:
+            parameter.grad = None
+        own = {p.untyped_storage().data_ptr() for p in parameters}
+        saved_bytes = sum(size for pointer, size in saved.items() if pointer not in own)
+        wire_bytes = sum(t.numel() * t.element_size() for t in outputs)
+    return LayerProfile(
+        name="",
+        forward_s=min(forward_s),
+        backward_s=min(backward_s),
+        activation_bytes=wire_bytes,
+        saved_bytes=max(saved_bytes, sum(t.numel() * t.element_size() for t in leaves)),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+    )
+
+
+def _recorder(saved: dict[int, int]) -> Callable[[Tensor], Tensor]:
+    def record(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    return record
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _signature(module: nn.Module, value: Any, is_last: bool) -> str:
+    """Equal for layers that cost the same: same structure, settings and input shapes."""
+    settings = [
+        (name, sorted((k, repr(v)) for k, v in vars(m).items() if isinstance(v, int | float | str)))
+        for name, m in module.named_modules()
+    ]
+    shapes = [tuple(t.shape) for t in [*module.parameters(), *flatten(value)[1]]]
+    return f"{is_last}{module}{settings}{shapes}"
