@@ -1,6 +1,7 @@
-"""The configuration: one tree of frozen dataclasses, and the only module that knows OmegaConf.
+"""The configuration: one tree of frozen dataclasses.
 
-Each field's `doc` metadata feeds `docs/configuration.md` (`make docs`) and error messages.
+Each field's `doc` metadata feeds `docs/configuration.md` and `configs/default.yaml`, which
+`python -m elastic_trainer.config` writes.
 """
 
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ LR_SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("fp32", "bf16", "fp16")
 DATA_FORMATS = ("text", "tokens", "columns", "synthetic")
 CHANNELS = ("zmq", "torch", "in_process")
+ENCRYPTION = ("on", "off")
+REDUCTIONS = ("sum", "mean")
 
 
 def _doc(default: Any, text: str) -> Any:
@@ -85,7 +88,9 @@ class TrainConfig:
     max_steps: int | None = _doc(None, "Updates to train for.")
     num_epochs: int | None = _doc(None, "Epochs to train for; the first limit reached ends it.")
     seed: int = _doc(0, "Seed of the initial weights, dropout and the order of samples.")
-    eval_steps: int = _doc(0, "Evaluate on held-out data every so many updates; 0: at the end only.")
+    eval_steps: int = _doc(
+        0, "Evaluate on held-out data every so many updates; 0: at the end only."
+    )
     eval_batches: int = _doc(8, "Batches of held-out data per evaluation; 0: no evaluation.")
     precision: str = _doc("fp32", "fp32, bf16 (autocast) or fp16 (autocast with a loss scaler).")
     max_grad_norm: float = _doc(

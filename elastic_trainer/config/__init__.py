@@ -1,0 +1,64 @@
+"""The configuration: its schema, how it is read and checked, and its reference.
+
+OmegaConf is known to this package only; everything else sees frozen dataclasses.
+"""
+
+from elastic_trainer.config.load import (
+    load_config,
+    recipe_names,
+    to_mapping,
+    to_yaml,
+)
+from elastic_trainer.config.schema import (
+    CHANNELS,
+    DATA_FORMATS,
+    LR_SCHEDULES,
+    MODELS,
+    OPTIMIZERS,
+    PRECISIONS,
+    SCHEDULES,
+    CheckpointConfig,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    ElasticConfig,
+    LossConfig,
+    MetricsConfig,
+    ModelConfig,
+    NumericsConfig,
+    OptimConfig,
+    PipelineConfig,
+    RunConfig,
+    TrainConfig,
+    TransportConfig,
+)
+from elastic_trainer.config.validate import validate
+
+__all__ = [
+    "CHANNELS",
+    "DATA_FORMATS",
+    "LR_SCHEDULES",
+    "MODELS",
+    "OPTIMIZERS",
+    "PRECISIONS",
+    "SCHEDULES",
+    "CheckpointConfig",
+    "ClusterConfig",
+    "Config",
+    "DataConfig",
+    "ElasticConfig",
+    "LossConfig",
+    "MetricsConfig",
+    "ModelConfig",
+    "NumericsConfig",
+    "OptimConfig",
+    "PipelineConfig",
+    "RunConfig",
+    "TrainConfig",
+    "TransportConfig",
+    "load_config",
+    "recipe_names",
+    "to_mapping",
+    "to_yaml",
+    "validate",
+]

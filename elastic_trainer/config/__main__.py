@@ -1,0 +1,12 @@
+"""`python -m elastic_trainer.config docs|defaults` prints a generated file."""
+
+import sys
+
+from elastic_trainer.config.reference import configuration_page, default_yaml
+
+PAGES = {"docs": configuration_page, "defaults": default_yaml}
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in PAGES:
+        sys.exit("usage: python -m elastic_trainer.config docs|defaults")
+    sys.stdout.write(PAGES[sys.argv[1]]())

@@ -1,0 +1,199 @@
+"""Checks of a whole configuration: ranges, choices, and settings that contradict each other."""
+
+from typing import Any
+
+from elastic_trainer.config.schema import (
+    CHANNELS,
+    DATA_FORMATS,
+    ENCRYPTION,
+    LR_SCHEDULES,
+    MODELS,
+    OPTIMIZERS,
+    PRECISIONS,
+    REDUCTIONS,
+    SCHEDULES,
+    Config,
+)
+from elastic_trainer.errors import ConfigError
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "model.name": MODELS,
+    "loss.reduction": REDUCTIONS,
+    "data.format": DATA_FORMATS,
+    "train.precision": PRECISIONS,
+    "optim.name": OPTIMIZERS,
+    "optim.lr_schedule": LR_SCHEDULES,
+    "pipeline.schedule": SCHEDULES,
+    "transport.channel": CHANNELS,
+    "transport.encryption": ENCRYPTION,
+}
+
+# Lowest and highest value; None: no limit on that side. Null settings are not checked.
+LIMITS: dict[str, tuple[float, float | None]] = {
+    "data.sequence_length": (1, None),
+    "data.prefetch_updates": (1, None),
+    "train.global_batch_size": (1, None),
+    "train.max_steps": (1, None),
+    "train.num_epochs": (1, None),
+    "train.seed": (0, 2**63 - 1),
+    "train.eval_steps": (0, None),
+    "train.eval_batches": (0, None),
+    "train.max_grad_norm": (0, None),
+    "optim.learning_rate": (0, None),
+    "optim.beta1": (0, 1),
+    "optim.beta2": (0, 1),
+    "optim.eps": (0, None),
+    "optim.weight_decay": (0, None),
+    "optim.momentum_decay": (0, None),
+    "optim.warmup_steps": (0, None),
+    "optim.min_lr_ratio": (0, 1),
+    "pipeline.num_stages": (1, None),
+    "pipeline.microbatch_size": (1, None),
+    "pipeline.commit_every": (0, None),
+    "pipeline.segment_updates": (0, None),
+    "cluster.num_workers": (1, None),
+    # A worker on a busy machine can miss a second without being lost.
+    "cluster.start_timeout_s": (1, None),
+    "elastic.stall_limit_s": (1, None),
+    "checkpoint.every_steps": (0, None),
+    "checkpoint.num_to_keep": (1, None),
+    "metrics.port": (0, 65535),
+    "numerics.threads_per_stage": (1, None),
+}
+
+
+def validate(config: Config) -> None:
+    """Raise the ConfigError of the first rule that `config` breaks."""
+    for path, choices in CHOICES.items():
+        _check_choice(path, _get(config, path), choices)
+    for path, (low, high) in LIMITS.items():
+        _check_limits(path, _get(config, path), low, high)
+    _check_batch(config)
+    _check_stages(config)
+    _check_schedule(config)
+    _check_data(config)
+    _check_train(config)
+    _check_cluster(config)
+
+
+def _get(config: Config, path: str) -> Any:
+    section, name = path.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def _check_choice(path: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"`{path}` is {value!r}", f"It must be one of {', '.join(choices)}.")
+
+
+def _check_limits(path: str, value: float | None, low: float, high: float | None) -> None:
+    if value is None or (value >= low and (high is None or value <= high)):
+        return
+    wanted = f"at least {low}" if high is None else f"between {low} and {high}"
+    raise ConfigError(f"`{path}` is {value}", f"It must be {wanted}.")
+
+
+def _check_batch(config: Config) -> None:
+    batch, micro = config.train.global_batch_size, config.pipeline.microbatch_size
+    if config.pipeline.schedule == "async_1f1b" or batch % micro == 0:
+        return
+    below, above = batch // micro * micro, (batch // micro + 1) * micro
+    batches = " or ".join(str(size) for size in (below, above) if size)
+    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
+    nearest = sorted(sorted(divisors, key=lambda size: abs(size - micro))[:2])
+    micros = " or ".join(str(size) for size in nearest)
+    raise ConfigError(
+        f"`train.global_batch_size` {batch} does not divide into microbatches of "
+        f"{micro} (`pipeline.microbatch_size`)",
+        f"The nearest that work: train.global_batch_size={batches}, or "
+        f"pipeline.microbatch_size={micros}.",
+    )
+
+
+def _check_stages(config: Config) -> None:
+    stages, workers = config.pipeline.num_stages, config.cluster.num_workers
+    if stages is not None and stages != workers:
+        raise ConfigError(
+            f"`pipeline.num_stages` is {stages} but `cluster.num_workers` is {workers}",
+            "Each worker holds one stage: set both alike, or leave pipeline.num_stages null.",
+        )
+    cuts = config.pipeline.cuts
+    if cuts and len(cuts) != workers - 1:
+        raise ConfigError(
+            f"`pipeline.cuts` has {len(cuts)} cuts for {workers} stages",
+            f"{workers} stages need {workers - 1}; empty lets the planner cut.",
+        )
+    if any(low >= high for low, high in zip([0, *cuts], cuts, strict=False)):
+        raise ConfigError(f"`pipeline.cuts` is {cuts}", "Layer indices must be above 0 and ascend.")
+
+
+def _check_schedule(config: Config) -> None:
+    pipeline, asynchronous = config.pipeline, config.pipeline.schedule == "async_1f1b"
+    if asynchronous and config.train.precision == "fp16":
+        raise ConfigError(
+            "`train.precision` fp16 needs a synchronous schedule: its loss scale is shared by all "
+            "stages of an update",
+            "Use train.precision=bf16 or pipeline.schedule=1f1b.",
+        )
+    if asynchronous and pipeline.segment_updates:
+        raise ConfigError(
+            "`pipeline.segment_updates` is for synchronous schedules",
+            "Set pipeline.commit_every for async_1f1b.",
+        )
+    if not asynchronous and pipeline.commit_every:
+        raise ConfigError(
+            f"`pipeline.commit_every` is for async_1f1b, not {pipeline.schedule}",
+            "A synchronous schedule commits at every update; leave it 0.",
+        )
+
+
+def _check_data(config: Config) -> None:
+    data = config.data
+    if data.format == "columns" and not data.input_columns:
+        raise ConfigError(
+            "`data.input_columns` is empty",
+            "Format columns needs the names of the columns that feed the model.",
+        )
+    if data.format != "columns" and (data.input_columns or data.label_columns):
+        raise ConfigError(
+            f"`data.input_columns` and `data.label_columns` are not used by format {data.format}",
+            "Set data.format=columns, or leave them empty.",
+        )
+    if data.format == "synthetic" and config.train.max_steps is None:
+        raise ConfigError(
+            "`train.max_steps` is not set and synthetic data has no end",
+            "Set it, e.g. train.max_steps=100.",
+        )
+
+
+def _check_train(config: Config) -> None:
+    train = config.train
+    for name in ("beta1", "beta2"):
+        if getattr(config.optim, name) == 1:
+            raise ConfigError(f"`optim.{name}` is 1", "It must be below 1, or nothing is learnt.")
+    if train.max_steps is None and train.num_epochs is None:
+        raise ConfigError(
+            "`train.max_steps` and `train.num_epochs` are both null", "Set at least one of them."
+        )
+    if train.eval_steps and not train.eval_batches:
+        raise ConfigError(
+            f"`train.eval_steps` is {train.eval_steps} but `train.eval_batches` is 0",
+            "Set train.eval_batches to evaluate, or train.eval_steps=0 not to.",
+        )
+    if config.loss.reduction == "mean" and config.loss.target is None:
+        raise ConfigError(
+            "`loss.reduction` mean describes your own loss, and `loss.target` is null",
+            "Set loss.target; the shipped losses are sums.",
+        )
+
+
+def _check_cluster(config: Config) -> None:
+    address = config.cluster.address
+    port = address.rpartition(":")[2]
+    if address not in ("local", "auto") and not (":" in address and port.isdigit()):
+        raise ConfigError(
+            f"`cluster.address` is {address!r}", "It must be local, auto or HOST:PORT."
+        )
+    for name, amount in config.cluster.resources_per_worker.items():
+        if amount < 0:
+            raise ConfigError(f"`cluster.resources_per_worker.{name}` is {amount}, below 0")
