@@ -1,0 +1,163 @@
+"""Messages that have arrived, fenced by generation, and the waiting loop that channels share."""
+
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+
+from elastic_trainer.errors import FencedError, StallError, TransportError
+from elastic_trainer.transport.channel import Channel, Message, Tag
+from elastic_trainer.types import WorkerId
+
+
+class Inbox:
+    """Buffer of one worker. Thread-safe; `version` grows with every change."""
+
+    def __init__(self, worker: WorkerId) -> None:
+        self.changed = threading.Condition()
+        self.version = 0
+        self.num_dropped = 0
+        self._worker = worker
+        self._messages: dict[tuple[WorkerId, Tag], deque[Message]] = {}
+        self._generation = 0
+        self._error: Exception | None = None
+        self._is_closed = False
+
+    def put(self, peer: WorkerId, tag: Tag, message: Message) -> None:
+        """Keep the message, unless its generation is over."""
+        with self.changed:
+            if tag.generation < self._generation:
+                self.num_dropped += 1
+                return
+            self._messages.setdefault((peer, tag), deque()).append(message)
+            self.touch()
+
+    def take(self, peer: WorkerId, tag: Tag) -> Message | None:
+        """The oldest message with this tag, None if there is none yet."""
+        with self.changed:
+            self.check(tag, f"receive from {peer}")
+            messages = self._messages.get((peer, tag))
+            if messages is None:
+                return None
+            message = messages.popleft()
+            if not messages:
+                del self._messages[peer, tag]
+            return message
+
+    def check(self, tag: Tag, verb: str) -> None:
+        """Raise if this tag must not be used any more, or the channel was interrupted."""
+        if tag.generation < self._generation:
+            raise FencedError(
+                f"{self._worker} may not {verb}: {tag} is over, generation is {self._generation}"
+            )
+        if self._error is not None:
+            raise self._error
+
+    def advance(self, generation: int) -> None:
+        with self.changed:
+            if generation < self._generation:
+                raise FencedError(
+                    f"{self._worker} cannot return to generation {generation} "
+                    f"from generation {self._generation}"
+                )
+            if generation == self._generation:
+                return
+            self._generation = generation
+            if not self._is_closed:
+                self._error = None
+            self._drop(lambda _, tag: tag.generation < generation)
+            self.touch()
+
+    def forget(self, peer: WorkerId) -> None:
+        """Drop what this peer sent."""
+        with self.changed:
+            self._drop(lambda sender, _: sender == peer)
+
+    def interrupt(self, error: Exception) -> None:
+        with self.changed:
+            if self._error is None:
+                self._error = error
+                self.touch()
+
+    def close(self, error: Exception) -> None:
+        """Interrupt for good."""
+        with self.changed:
+            self._is_closed = True
+            self._error = error
+            self.touch()
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Return once `version` differs from `seen`, at the latest after `timeout_s`."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.version != seen, timeout_s)
+
+    def _drop(self, is_over: Callable[[WorkerId, Tag], bool]) -> None:
+        over = [key for key in self._messages if is_over(*key)]
+        self.num_dropped += sum(len(self._messages.pop(key)) for key in over)
+
+    def touch(self) -> None:
+        """Let waiting threads look again."""
+        with self.changed:
+            self.version += 1
+            self.changed.notify_all()
+
+
+class BufferedChannel(Channel):
+    """A channel whose arrivals pass through an inbox: waiting, fencing and counting."""
+
+    def __init__(self, worker: WorkerId) -> None:
+        self.worker = worker
+        self._inbox = Inbox(worker)
+        self._bytes_sent = 0
+        self._bytes_received = 0
+
+    @abstractmethod
+    def _pump(self, seen: int, timeout_s: float) -> None:
+        """Wait until something may have arrived since the inbox's version was `seen`, and put it
+        there; return at the latest after `timeout_s`, and at once when woken.
+        """
+
+    def _wake(self) -> None:  # noqa: B027
+        """Make a running `_pump` return; only channels that do not wait on the inbox need it."""
+
+    def recv(self, peer: WorkerId, tag: Tag, timeout_s: float) -> Message:
+        start = time.monotonic()
+        while True:
+            seen = self._inbox.version
+            message = self._inbox.take(peer, tag)
+            if message is not None:
+                return message
+            waited = time.monotonic() - start
+            if waited >= timeout_s:
+                raise StallError(
+                    f"{self.worker} waited {waited:.1f} s for {tag} from {peer}",
+                    f"see whether {peer} is alive and what it waits for; "
+                    "elastic.stall_limit_s sets the limit",
+                )
+            self._pump(seen, timeout_s - waited)
+
+    def advance(self, generation: int) -> None:
+        self._inbox.advance(generation)
+        self._wake()
+
+    def interrupt(self, error: Exception) -> None:
+        self._inbox.interrupt(error)
+        self._wake()
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._bytes_sent
+
+    @property
+    def bytes_received(self) -> int:
+        return self._bytes_received
+
+    @property
+    def num_dropped(self) -> int:
+        """Messages of older generations, or of forgotten peers, that were dropped."""
+        return self._inbox.num_dropped
+
+    def _shut(self) -> None:
+        self._inbox.close(TransportError(f"the channel of {self.worker} is closed"))
+        self._wake()
