@@ -1,1 +1,1 @@
-"""Layer lists: the models that ship with the trainer, and the way to bring your own."""
+"""Models as ordered lists of named layers: the shipped ones, and the door for a user's own."""
