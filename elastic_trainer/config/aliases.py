@@ -90,7 +90,7 @@ ALIASES: dict[str, tuple[str, str]] = {
 def explain_unknown(path: str, known: Sequence[str]) -> ConfigError:
     """The error for a key that is not in the schema, with what was probably meant."""
     what = f"Unknown setting `{path}`"
-    leaf = path.split(".")[-1].replace("-", "_").lower()
+    leaf = path.split(".")[-1].lstrip("-").replace("-", "_").lower()
     if leaf in ALIASES:
         ours, note = ALIASES[leaf]
         hint = f"Here it is `{ours}`. {note}" if ours else note
