@@ -1,0 +1,109 @@
+"""The endless stream of batches: a pure function of the configuration and a cursor."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from elastic_trainer.config import Config
+from elastic_trainer.data.dataset import Dataset, check_split
+from elastic_trainer.data.samples import Fields, Sample
+from elastic_trainer.errors import DataError
+from elastic_trainer.types import BatchInfo, Cursor, MicrobatchInfo
+
+
+class BatchStream:
+    """Batches of one split from a cursor on, epoch after epoch.
+
+    Each batch comes as its facts and, per microbatch, its fields as numpy arrays whose first
+    dimension counts samples. A batch never spans two epochs: the last one of an epoch may hold
+    fewer samples, so fewer microbatches and a smaller last one. Every row (packed text: every
+    token) comes exactly once per epoch. A stream opened at a batch's `end` yields the batches that
+    would have followed it; so does one with another batch size, cut differently.
+
+    Held-out data comes in one fixed order, whatever the seed and the epoch.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        split: str,
+        batch_size: int,
+        cursor: Cursor | None = None,
+        *,
+        first_update: int = 1,
+        num_epochs: int | None = None,
+    ) -> None:
+        """Open the dataset.
+
+        Args:
+            config: names the dataset, the sequence length, the microbatch size and the seed.
+            split: train or eval.
+            batch_size: samples per batch.
+            cursor: where to begin; the start of the first epoch by default.
+            first_update: number of the update that the first batch is for.
+            num_epochs: stop at the end of this many epochs, counted from epoch 0; None: never.
+        """
+        check_split(split)
+        if batch_size < 1 or config.pipeline.microbatch_size < 1:
+            raise DataError(
+                f"a batch of {batch_size} samples in microbatches of "
+                f"{config.pipeline.microbatch_size} holds nothing",
+                "Set train.global_batch_size and pipeline.microbatch_size to 1 or more",
+            )
+        self._reader = Dataset(config).reader(split)
+        self._batch_size = batch_size
+        self._microbatch_size = config.pipeline.microbatch_size
+        self._num_epochs = num_epochs
+        self._update = first_update
+        self.cursor = cursor or Cursor()
+
+    def __iter__(self) -> Iterator[tuple[BatchInfo, list[Fields]]]:
+        return self
+
+    def __next__(self) -> tuple[BatchInfo, list[Fields]]:
+        if self._num_epochs is not None and self.cursor.epoch >= self._num_epochs:
+            raise StopIteration
+        samples = self._take()
+        parts = [
+            samples[start : start + self._microbatch_size]
+            for start in range(0, len(samples), self._microbatch_size)
+        ]
+        fields = [_stack(part) for part in parts]
+        info = BatchInfo(
+            update=self._update,
+            microbatches=tuple(_describe(part) for part in parts),
+            end=samples[-1].end,
+        )
+        self.cursor = info.end
+        self._update += 1
+        return info, fields
+
+    def _take(self) -> list[Sample]:
+        samples = [self._reader.next(self.cursor)]
+        while len(samples) < self._batch_size and samples[-1].end.epoch == self.cursor.epoch:
+            samples.append(self._reader.next(samples[-1].end))
+        return samples
+
+
+def _describe(samples: Sequence[Sample]) -> MicrobatchInfo:
+    return MicrobatchInfo(
+        num_samples=len(samples),
+        num_tokens=sum(sample.num_tokens for sample in samples),
+        num_valid=sum(sample.num_valid for sample in samples),
+        sample_ids=tuple(sample.id for sample in samples),
+    )
+
+
+def _stack(samples: Sequence[Sample]) -> Fields:
+    stacked: Fields = {}
+    for name, first in samples[0].fields.items():
+        arrays = [sample.fields[name] for sample in samples]
+        for sample, array in zip(samples, arrays, strict=True):
+            if array.shape != first.shape:
+                raise DataError(
+                    f"column {name} has shape {list(first.shape)} in row {samples[0].id} but "
+                    f"{list(array.shape)} in row {sample.id} of the same microbatch",
+                    "Pad the rows to one length, or set pipeline.microbatch_size=1",
+                )
+        stacked[name] = np.stack(arrays)
+    return stacked
