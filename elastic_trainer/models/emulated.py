@@ -1,0 +1,187 @@
+"""Layers that sleep instead of computing: many stages run on few cores, everything else is real.
+
+A layer sleeps `forward_s` and `backward_s` for a full microbatch, and for a smaller one in
+proportion to its samples. What it hands on has the profile's size; one number per sample of it is
+computed, so that gradients, updates and their order still matter and can be compared.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from elastic_trainer.errors import ModelError
+from elastic_trainer.models.arguments import nearest, require_positive
+from elastic_trainer.models.layers import LayerSpec, ModelSpec
+
+FLOAT_BYTES = 4
+COSTS = ("forward_s", "backward_s", "activation_bytes")
+MAX_DEBT_S = 0.05
+
+
+class Pacer:
+    """Sleeps such that the sum of sleeps is exact: what one overslept is taken off the next.
+
+    The operating system wakes a sleeper late. Spinning through the last moments would be exact
+    too, but sixteen spinning stages would starve each other on two cores. The debt is kept per
+    thread, and bounded so that one long stop is not made up for.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._clock = clock
+        self._sleep = sleep
+        self._local = threading.local()
+
+    def wait(self, duration_s: float, since: float) -> None:
+        """Return when `duration_s` have passed since `since` (a reading of `now`)."""
+        if duration_s <= 0:
+            return
+        end = since + duration_s - self.debt_s
+        left = end - self._clock()
+        if left > 0:
+            self._sleep(left)
+        self._local.debt_s = min(max(self._clock() - end, 0.0), MAX_DEBT_S)
+
+    def now(self) -> float:
+        return self._clock()
+
+    @property
+    def debt_s(self) -> float:
+        """How much this thread has overslept so far and not made up for."""
+        debt: float = getattr(self._local, "debt_s", 0.0)
+        return debt
+
+
+PACER = Pacer()
+
+
+class _Emulate(torch.autograd.Function):
+    """tanh(first column * weight + bias) in the first column, zeros beside it; sleeps both ways."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: "Emulated") -> Tensor:
+        started = PACER.now()
+        column = _first_column(x)
+        y = torch.tanh(column * weight + bias)
+        out = torch.zeros(x.shape[0], layer.width, dtype=y.dtype, device=y.device)
+        out[:, 0] = y
+        ctx.save_for_backward(column, y, weight)
+        ctx.layer, ctx.shape, ctx.dtype = layer, x.shape, x.dtype
+        PACER.wait(layer.forward_s * x.shape[0] / layer.microbatch_size, started)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor, Tensor, None]:
+        started = PACER.now()
+        column, y, weight = ctx.saved_tensors
+        inner = grads[0][:, 0] * (1 - y * y)
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.zeros(ctx.shape, dtype=ctx.dtype, device=y.device)
+            grad_x.view(ctx.shape[0], -1)[:, 0] = inner * weight
+        grad_weight, grad_bias = (inner * column).sum().reshape(1), inner.sum().reshape(1)
+        layer: Emulated = ctx.layer
+        PACER.wait(layer.backward_s * ctx.shape[0] / layer.microbatch_size, started)
+        return grad_x, grad_weight, grad_bias, None
+
+
+def _first_column(x: Tensor) -> Tensor:
+    column = x.reshape(x.shape[0], -1)[:, 0]
+    # Token ids are brought to the order of one.
+    return column if column.is_floating_point() else column.to(torch.float32) / 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """One layer's costs for a full microbatch."""
+
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+
+
+class Emulated(nn.Module):
+    """A layer that takes its time; `width` floats per sample leave it."""
+
+    def __init__(self, costs: Costs, microbatch_size: int):
+        super().__init__()
+        self.forward_s = costs.forward_s
+        self.backward_s = costs.backward_s
+        self.microbatch_size = microbatch_size
+        self.width = max(1, round(costs.activation_bytes / (FLOAT_BYTES * microbatch_size)))
+        self.weight = nn.Parameter(torch.empty(1).uniform_(0.5, 1.5))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Emulate.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+        return y
+
+
+def squared_distance(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Sum over samples of the squared distance of their number from one half."""
+    del batch
+    distance: Tensor = (output[:, 0].float() - 0.5).square().sum()
+    return distance
+
+
+def emulated(
+    *,
+    layers: Sequence[Mapping[str, Any]] | None = None,
+    num_layers: int = 8,
+    forward_s: float = 0.005,
+    backward_s: float = 0.01,
+    activation_bytes: int = 65536,
+    microbatch_size: int = 4,
+) -> ModelSpec:
+    """Layers `layers.0` …, from a list of profiles or all alike.
+
+    A profile is a mapping with any of forward_s, backward_s, activation_bytes; what it leaves out
+    comes from the arguments of the same name. All are for a microbatch of `microbatch_size`.
+    """
+    require_positive("emulated", num_layers=num_layers, microbatch_size=microbatch_size)
+    common = {
+        "forward_s": forward_s,
+        "backward_s": backward_s,
+        "activation_bytes": activation_bytes,
+    }
+    profiles = [{}] * num_layers if layers is None else list(layers)
+    if not profiles:
+        raise ModelError("emulated: layers is an empty list", "Set model.args.layers or num_layers")
+    specs = [
+        LayerSpec(
+            f"layers.{i}",
+            partial(Emulated, _costs(i, profile, common), microbatch_size),
+        )
+        for i, profile in enumerate(profiles)
+    ]
+    return ModelSpec(tuple(specs), squared_distance)
+
+
+def _costs(index: int, profile: Mapping[str, Any], common: Mapping[str, Any]) -> Costs:
+    where = f"emulated: layer {index}"
+    if not isinstance(profile, Mapping):
+        raise ModelError(f"{where} is {profile!r}, a mapping is needed", f"Give {', '.join(COSTS)}")
+    for name in profile:
+        if name not in COSTS:
+            raise ModelError(f"{where} has no cost {name!r} ({nearest(str(name), COSTS)})")
+    values = {**common, **profile}
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise ModelError(
+                f"{where}: {name} is {value!r}, a number of 0 or more is needed",
+                "Correct model.args",
+            )
+    return Costs(
+        forward_s=float(values["forward_s"]),
+        backward_s=float(values["backward_s"]),
+        activation_bytes=int(values["activation_bytes"]),
+    )
