@@ -4,6 +4,7 @@ A call returns a `Pending`; `wait_any` blocks until some of them are ready. The 
 the handles know nothing of Ray.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -58,9 +59,7 @@ def wait_any(pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[
     if not pending:
         return []
     by_ref = {p.ref: p for p in pending}
-    ready, _ = ray.wait(
-        list(by_ref), num_returns=1, timeout=timeout_s, fetch_local=True
-    )
+    ready, _ = ray.wait(list(by_ref), num_returns=1, timeout=timeout_s, fetch_local=True)
     if ready:  # take along what came at the same time
         ready, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
     return [by_ref[ref] for ref in ready]
@@ -112,14 +111,14 @@ class StageHandle:
         return self._call("compute", "profile", sample)
 
     def configure(
-        self, plan: Plan, peers: Mapping[WorkerId, Address], restore: str | None
+        self, plan: Plan, peers: Mapping[WorkerId, Address], restore: tuple[str, int] | None
     ) -> Pending[int]:
         return self._call("compute", "configure", plan, peers, restore)
 
     def run_segment(self, segment: Segment) -> Pending[StageReport]:
         return self._call("compute", "run_segment", segment)
 
-    def save(self, update: int, root: str) -> Pending[None]:
+    def save(self, update: int, root: str) -> Pending[Mapping[str, Any]]:
         return self._call("compute", "save", update, root)
 
     def saved(self, update: int) -> Pending[Any]:
@@ -189,13 +188,17 @@ class LoaderHandle:
 class CoordinatorHandle:
     """Remote face of a run's Coordinator, a named actor."""
 
-    def __init__(self, actor: Any, run: str) -> None:
+    def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self.run_name = run
 
     @classmethod
     def start(
-        cls, run: str, config: Config, run_dir: str, start: Mapping[str, Any], detached: bool,
+        cls,
+        run: str,
+        config: Config,
+        run_dir: str,
+        start: Mapping[str, Any],
+        detached: bool,
         env: Mapping[str, str],
     ) -> "CoordinatorHandle":
         """Start the coordinator on this node, so that it shares the driver's files."""
@@ -204,7 +207,7 @@ class CoordinatorHandle:
         actor = (
             ray.remote(Coordinator)  # type: ignore[call-overload]
             .options(
-                name=actor_name(run),
+                name=actor_name(run_dir),
                 namespace=NAMESPACE,
                 lifetime="detached" if detached else None,
                 num_cpus=0,
@@ -214,16 +217,16 @@ class CoordinatorHandle:
             )
             .remote(run, config, run_dir, start)
         )
-        return cls(actor, run)
+        return cls(actor)
 
     @classmethod
-    def find(cls, run: str) -> "CoordinatorHandle":
-        """The running coordinator of `run`.
+    def find(cls, run_dir: str) -> "CoordinatorHandle":
+        """The living coordinator of the run in this folder.
 
         Raises:
             ValueError: no such actor.
         """
-        return cls(ray.get_actor(actor_name(run), namespace=NAMESPACE), run)
+        return cls(ray.get_actor(actor_name(run_dir), namespace=NAMESPACE))
 
     def _call(self, group: str, method: str, *args: Any) -> Pending[Any]:
         call = getattr(self._actor, method).options(concurrency_group=group)
@@ -256,9 +259,10 @@ class Room:
         remove_placement_group(self.group)
 
 
-def actor_name(run: str) -> str:
-    """Name of a run's coordinator in the namespace."""
-    return f"coordinator:{run}"
+def actor_name(run_dir: str) -> str:
+    """Name of the coordinator of the run in this folder: runs of one name may lie apart."""
+    digest = hashlib.sha256(run_dir.encode()).hexdigest()[:12]
+    return f"coordinator:{run_dir.rpartition('/')[2]}:{digest}"
 
 
 def _this_node() -> NodeAffinitySchedulingStrategy:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from elastic_trainer.actors.links import make_exchange, own_channel
+from elastic_trainer.actors.links import addresses, make_exchange, open_channels
 from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.errors import DataError
@@ -36,7 +36,7 @@ class Loader:
         torch.set_num_threads(1)
         self.worker = worker
         self.config = config
-        self._channel = own_channel(worker, config, private_dir, torch.device("cpu"))
+        self._channels = open_channels(worker, config, private_dir, torch.device("cpu"))
         self._exchange: Exchange | None = None
         self._routes: Mapping[str, Sequence[WorkerId]] = {}
         self._generation = 0
@@ -45,7 +45,7 @@ class Loader:
 
     def describe(self) -> Mapping[str, Any]:
         """Address of the loader's channel."""
-        return {"address": self._channel.address(), "device": "cpu"}
+        return {"role": "loader", "addresses": addresses(self._channels), "device": "loader"}
 
     def sample(self) -> Fields:
         """The first microbatch of the data, to profile with: field name to array."""
@@ -61,7 +61,7 @@ class Loader:
         cursor: Cursor,
     ) -> None:
         """Serve these peers from `cursor` on; `routes` says which field goes to whom."""
-        self._exchange = make_exchange(self.config, "cpu", self._channel, peers)
+        self._exchange = make_exchange(self._channels, "loader", peers)
         self._exchange.advance(generation)
         self._routes, self._generation = routes, generation
         self._stream = self._open(cursor)
@@ -91,12 +91,15 @@ class Loader:
 
     def close(self) -> None:
         """Close the sockets."""
-        (self._exchange or self._channel).close()
+        for channel in self._channels.values():
+            channel.close()
 
     def _open(self, cursor: Cursor) -> Iterator[Batch]:
+        limit = self.config.train.num_epochs
+        if limit is not None and cursor.epoch >= limit:
+            return
         stream = BatchStream(self.config, "train", update_batch_size(self.config), cursor)
         for info, microbatches in stream:
-            limit = self.config.train.num_epochs
             yield info, microbatches
             if limit is not None and info.end.epoch >= limit:
                 return

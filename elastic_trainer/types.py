@@ -190,7 +190,7 @@ def to_jsonable(value: Any) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
+class RunResult:
     """How a run ended; `status` is completed, stopped or failed."""
 
     name: str

@@ -1,0 +1,412 @@
+"""The coordinator: carries out what the elastic core decides, and reports facts back to it.
+
+A plain class; `handles.py` makes it a named actor. It holds no tensors and does not load torch.
+"""
+
+import os
+import queue
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from elastic_trainer.actors.dispatch import Dispatch, Order
+from elastic_trainer.actors.handles import Pending, wait_any
+from elastic_trainer.actors.planning import (
+    load_profile,
+    plan_for,
+    profile_key,
+    segment_updates,
+    store_profile,
+)
+from elastic_trainer.actors.recorder import Recorder
+from elastic_trainer.actors.saving import Saving
+from elastic_trainer.actors.workers import Crew, private_folder
+from elastic_trainer.config import Config
+from elastic_trainer.elastic import events as ev
+from elastic_trainer.elastic import instructions as do
+from elastic_trainer.elastic.state import Goal, State
+from elastic_trainer.errors import ElasticTrainerError, WorkerLostError
+from elastic_trainer.schedule.build import build, forward_only
+from elastic_trainer.schedule.segment import Segment
+from elastic_trainer.types import Cursor, Plan, RunResult
+
+POLL_S = 0.2  # how soon a stop request is seen while nothing else happens
+EVAL_KEYS = 1 << 40  # keys of held-out batches, far from any update
+
+
+class Coordinator:
+    """Runs one training run from start to finish."""
+
+    def __init__(self, run: str, config: Config, run_dir: str, start: Mapping[str, Any]) -> None:
+        """
+        Args:
+            run: name of the run.
+            config: the resolved configuration.
+            run_dir: folder of the run, on this node.
+            start: `update`, `cursor` and `checkpoint` (its root folder, or None) to start from.
+        """
+        self.config = config
+        self.run_name = run
+        self._start = start
+        train = config.train
+        self.state = State(
+            Goal(
+                num_workers=config.cluster.num_workers,
+                max_steps=train.max_steps,
+                eval_steps=train.eval_steps if train.eval_batches else 0,
+                save_steps=config.checkpoint.every_steps,
+                start_update=start["update"],
+                final_eval=train.eval_batches > 0,
+            )
+        )
+        self.recorder = Recorder(run, config, run_dir, start["update"])
+        self.saving = Saving(config, run_dir, start["update"], start["cursor"])
+        self.crew = Crew(config, private_folder(run_dir))
+        self._facts: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
+        self._pending: dict[Pending[Any], Callable[[Any], None]] = {}
+        self._dispatch = Dispatch(self._send)
+        self._descriptions: dict[str, Mapping[str, Any]] = {}
+        self._plan: Plan | None = None
+        self._segment_index = 0
+        self._eval_key = EVAL_KEYS
+        self._stopping = False
+        self._summary: RunResult | None = None
+
+    # What others may call while `run` runs.
+
+    def ping(self) -> str:
+        """Phase of the run."""
+        return str(self.state.phase)
+
+    def stop(self, reason: str) -> None:
+        """End at the next commit point, with a checkpoint."""
+        self._stopping = True
+        self._facts.put(ev.StopRequested(reason=reason))
+
+    def run(self) -> RunResult:
+        """Train to the end. Never raises for a failure of the run: the summary says so."""
+        try:
+            self.recorder.begin()
+            self._execute(self.state.start())
+            while self._summary is None:
+                self._step()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the run must end recorded
+            self._crash(error)
+        finally:
+            self.crew.dismiss(timeout_s=5.0)
+        assert self._summary is not None
+        self.recorder.finish(self._summary)
+        return self._summary
+
+    def _step(self) -> None:
+        """Collect facts, decide, act."""
+        for pending in wait_any(list(self._pending), POLL_S):
+            self._resolve(pending)
+        if not self._pending:
+            time.sleep(POLL_S / 10)  # only while a failed checkpoint waits for its next try
+        self._facts.put(ev.Tick())
+        while self._summary is None and not self._facts.empty():
+            self._execute(self.state.handle(self._facts.get(), time.monotonic()))
+        self.recorder.heartbeat(self.state)
+
+    def _resolve(self, pending: Pending[Any]) -> None:
+        """Hand a finished call's result to whoever waits for it; turn its error into a fact."""
+        then = self._pending.pop(pending)
+        try:
+            value = pending.get(self.config.elastic.stall_limit_s)
+        except WorkerLostError as error:
+            self._facts.put(ev.WorkerLost(worker=self._name(pending.worker), cause=error.what))
+        except ElasticTrainerError as error:
+            self._fail(str(error))
+        except Exception as error:  # noqa: BLE001 - a fault of ours on a worker: show where
+            self.recorder.event("traceback", str(error))
+            self._fail(f"{self._name(pending.worker)}: {_last_line(error)}")
+        else:
+            then(value)
+
+    def _when(self, pending: Pending[Any], then: Callable[[Any], None]) -> None:
+        self._pending[pending] = then
+
+    def _name(self, worker: str) -> str:
+        stages = self._plan.stages if self._plan else ()
+        stage = next((s.stage for s in stages if s.worker == worker), None)
+        node = self._descriptions.get(worker, {}).get("node_ip")
+        place = [f"stage {stage}" if stage is not None else "", f"node {node}" if node else ""]
+        inside = ", ".join(p for p in place if p)
+        return f"{worker} ({inside})" if inside else worker
+
+    def _fail(self, reason: str) -> None:
+        self._facts.put(ev.Failed(generation=self.state.generation, reason=reason))
+
+    # Instructions.
+
+    def _execute(self, instructions: list[do.Instruction]) -> None:
+        for instruction in instructions:
+            self.recorder.instruction(instruction)
+            try:
+                self._carry_out(instruction)
+            except ElasticTrainerError as error:
+                self._fail(str(error))
+                return
+
+    def _carry_out(self, instruction: do.Instruction) -> None:
+        match instruction:
+            case do.StartWorkers():
+                self._start_workers()
+            case do.MakePlan():
+                self._make_plan(instruction)
+            case do.Configure():
+                self._configure(instruction)
+            case do.RunSegment():
+                self._order_segment(instruction)
+            case do.Evaluate():
+                self._order_evaluation(instruction)
+            case do.SaveCheckpoint(generation=generation, update=update):
+                self._dispatch.add(Order(kind="checkpoint", generation=generation, update=update))
+            case do.Abort():
+                self._abort(instruction.reason)
+            case do.Finish(status=status, update=update, reason=reason):
+                self._finish(status, update, reason)
+
+    def _start_workers(self) -> None:
+        loader = self.crew.start_loader()
+        self._when(loader.describe(), lambda d: self._descriptions.update({loader.worker: d}))
+        wanted = self.crew.reserve(lambda: self._stopping)
+        for handle in self.crew.start_stages(wanted):
+            worker = handle.worker
+
+            def joined(description: Mapping[str, Any], worker: str = worker) -> None:
+                self._descriptions[worker] = description
+                self.recorder.joined(worker, description)
+                self._facts.put(ev.WorkerJoined(worker=worker))
+
+            self._when(handle.describe(), joined)
+
+    def _make_plan(self, instruction: do.MakePlan) -> None:
+        workers = list(instruction.workers)
+        first = self._descriptions[workers[0]]
+        key = profile_key(self.config, first["device_class"], first["layers"])
+
+        def planned(profile: Any) -> None:
+            plan = plan_for(
+                self.config, profile, workers, instruction.generation, self._descriptions
+            )
+            self._facts.put(
+                ev.Planned(plan=plan, segment_updates=segment_updates(self.config, plan))
+            )
+
+        def profiled(profile: Any) -> None:
+            store_profile(key, profile)
+            planned(profile)
+
+        def sampled(sample: Any) -> None:
+            self._when(self.crew.stages[workers[0]].profile(sample), profiled)
+
+        profile = load_profile(key)
+        if profile is not None:
+            planned(profile)
+        else:
+            assert self.crew.loader is not None
+            self._when(self.crew.loader.sample(), sampled)
+
+    def _configure(self, instruction: do.Configure) -> None:
+        plan = self._plan = instruction.plan
+        loader = self.crew.loader
+        assert loader is not None
+        if loader.worker not in self._descriptions:  # it may be slower to start than the stages
+            self._descriptions[loader.worker] = loader.describe().get(
+                self.config.cluster.start_timeout_s
+            )
+        self.recorder.planned(plan)
+        workers = [s.worker for s in plan.stages]
+        waiting = {*workers, loader.worker}
+
+        def configured(worker: str) -> None:
+            waiting.discard(worker)
+            if not waiting:
+                self._facts.put(
+                    ev.Configured(generation=plan.generation, update=instruction.update)
+                )
+
+        for worker in workers:
+            peers = {w: d for w, d in self._descriptions.items() if w != worker}
+            root = self._start["checkpoint"]
+            restore = (root, instruction.update) if instruction.update else None
+            call = self.crew.stages[worker].configure(plan, peers, restore)
+            self._when(call, lambda _, w=worker: configured(w))
+        cursor: Cursor = self._start["cursor"]
+        peers = {w: self._descriptions[w] for w in workers}
+        call = loader.configure(plan.generation, peers, self._routes(plan), cursor)
+        self._when(call, lambda _: configured(loader.worker))
+
+    def _routes(self, plan: Plan) -> dict[str, list[str]]:
+        """Which field of a microbatch goes to which workers."""
+        first = self._descriptions[plan.stages[0].worker]
+        routes: dict[str, list[str]] = {}
+        for name in first["input_fields"]:
+            routes.setdefault(name, []).append(plan.stages[0].worker)
+        for name in first["label_fields"]:
+            routes.setdefault(name, []).append(plan.stages[-1].worker)
+        for stage in plan.stages:
+            for names in first["batch_fields"][stage.first : stage.stop]:
+                for name in names:
+                    routes.setdefault(name, []).append(stage.worker)
+        return {name: list(dict.fromkeys(workers)) for name, workers in routes.items()}
+
+    def _order_segment(self, instruction: do.RunSegment) -> None:
+        order = Order(
+            kind="segment", generation=instruction.generation, update=instruction.last_update
+        )
+        first, last = instruction.first_update, instruction.last_update
+
+        def prepared(batches: list[Any]) -> None:
+            order.batches = batches
+            end = first + len(batches) - 1
+            if end < last:
+                order.update = end
+                self._dispatch.truncate(end)
+                self._facts.put(ev.DataEnded(generation=order.generation, update=end))
+            self.saving.note(batches)
+            self._dispatch.pump()
+
+        assert self.crew.loader is not None
+        self._when(self.crew.loader.prepare(first, last - first + 1), prepared)
+        self._dispatch.add(order)
+
+    def _order_evaluation(self, instruction: do.Evaluate) -> None:
+        order = Order(
+            kind="evaluation", generation=instruction.generation, update=instruction.update
+        )
+
+        def prepared(batches: list[Any]) -> None:
+            order.batches = batches
+            self._dispatch.pump()
+
+        assert self.crew.loader is not None
+        self._when(self.crew.loader.prepare_eval(self._eval_key), prepared)
+        self._eval_key += self.config.train.eval_batches
+        self._dispatch.add(order)
+
+    # Orders whose turn has come.
+
+    def _send(self, order: Order) -> None:
+        if order.generation != self.state.generation:
+            return
+        order.started_at = time.time()
+        if order.kind == "checkpoint":
+            self._send_save(order)
+        elif order.batches:
+            self._send_segment(order)
+        elif order.kind == "evaluation":  # no held-out data: nothing to measure
+            self._facts.put(ev.EvaluationDone(generation=order.generation, update=order.update))
+
+    def _send_segment(self, order: Order) -> None:
+        plan, batches = self._plan, order.batches
+        assert plan is not None and batches is not None
+        train = order.kind == "segment"
+        groups = [len(b.microbatches) for b in batches]
+        segment = Segment(
+            generation=order.generation,
+            index=self._segment_index,
+            kind="train" if train else "eval",
+            batches=tuple(batches),
+            schedule=plan.schedule,
+            actions=self._actions(plan, groups)
+            if train
+            else forward_only(plan.num_stages, sum(groups)),
+        )
+        self._segment_index += 1
+        for stage in plan.stages:
+            call = self.crew.stages[stage.worker].run_segment(segment)
+            self._when(call, lambda report: self._collect(order, segment, report))
+
+    def _actions(self, plan: Plan, groups: list[int]) -> Any:
+        first = self._descriptions[plan.stages[0].worker]
+        pairs = {(plan.stage_of_layer(a), plan.stage_of_layer(b)) for a, b in first["ties"]}
+        needs_norm = self.config.train.max_grad_norm > 0 or self.config.train.precision == "fp16"
+        asynchronous = plan.schedule.startswith("async")
+        return build(
+            plan.schedule,
+            plan.num_stages,
+            groups,
+            ties=sorted(pair for pair in pairs if pair[0] != pair[1]),
+            reduce=needs_norm and not asynchronous,
+        )
+
+    def _collect(self, order: Order, segment: Segment, report: Any) -> None:
+        order.reports[report.stage] = report
+        assert self._plan is not None
+        if len(order.reports) < self._plan.num_stages:
+            return
+        reports = [order.reports[s] for s in sorted(order.reports)]
+        if order.kind == "segment":
+            self.recorder.segment(segment, reports, self._plan)
+            self._facts.put(ev.SegmentDone(generation=order.generation, last_update=order.update))
+        else:
+            total = sum(r.eval_loss_sum for r in reports)
+            self.recorder.evaluated(order.update, total, sum(r.eval_num_valid for r in reports))
+            self._facts.put(ev.EvaluationDone(generation=order.generation, update=order.update))
+
+    def _send_save(self, order: Order) -> None:
+        update, waiting = order.update, dict(self.crew.stages)
+        files: list[Any] = []
+        problems: list[str] = []
+        extra: dict[str, Any] = {}  # alike on every stage
+
+        def written(worker: str, result: Any) -> None:
+            del waiting[worker]
+            if isinstance(result, str):
+                problems.append(result)
+            else:
+                files.extend(result)
+            if not waiting:
+                self._commit(order, files, problems, extra)
+
+        def snapshot_taken(worker: str, facts: Mapping[str, Any]) -> None:
+            extra.update(facts)
+            call = self.crew.stages[worker].saved(update)
+            self._when(call, lambda result: written(worker, result))
+
+        for worker, handle in list(waiting.items()):
+            call = handle.save(update, self.saving.root)
+            self._when(call, lambda facts, w=worker: snapshot_taken(w, facts))
+
+    def _commit(
+        self, order: Order, files: list[Any], problems: list[str], extra: Mapping[str, Any]
+    ) -> None:
+        assert self._plan is not None
+        try:
+            if problems:
+                raise ElasticTrainerError(problems[0])
+            info = self.saving.commit(order.update, files, self._plan, extra)
+        except (ElasticTrainerError, OSError) as error:
+            self.recorder.checkpoint_failed(order.update, str(error))
+            self._facts.put(ev.CheckpointFailed(update=order.update, reason=str(error)))
+        else:
+            self.recorder.checkpoint(info, time.time() - order.started_at)
+            self._facts.put(ev.CheckpointWritten(update=order.update))
+
+    def _abort(self, reason: str) -> None:
+        self._dispatch.clear()
+        self._pending.clear()
+        for handle in self.crew.stages.values():
+            handle.abort(reason)
+
+    def _finish(self, status: str, update: int, reason: str) -> None:
+        newest = self.saving.newest()
+        if status == "failed" and newest is not None:
+            reason = f"{reason}. Last good checkpoint: update {newest.update} at {newest.path}"
+        self._summary = self.recorder.result(
+            status, reason, update, newest.path if newest else None
+        )
+
+    def _crash(self, error: Exception) -> None:
+        """A fault of the coordinator itself: recorded like any other end."""
+        self.recorder.event("traceback", traceback.format_exc())
+        self._finish("failed", self.state.committed, f"coordinator (pid {os.getpid()}): {error}")
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

@@ -1,0 +1,198 @@
+"""What the coordinator writes down: run folder, metrics, the line of each update."""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+from elastic_trainer.config import Config, to_yaml
+from elastic_trainer.elastic.instructions import Instruction
+from elastic_trainer.elastic.state import Phase, State
+from elastic_trainer.observability.metrics import RunMetrics, busy_ratio
+from elastic_trainer.observability.record import TARGETS_FILE, RunRecord
+from elastic_trainer.observability.targets import clear_targets, write_targets
+from elastic_trainer.pipeline.lr import lr_at
+from elastic_trainer.schedule.segment import Segment
+from elastic_trainer.types import CheckpointInfo, Plan, RunResult, StageReport
+from elastic_trainer.version import __version__
+
+HEARTBEAT_S = 0.5  # how often the status is written while nothing else changes
+ROUTINE = ("RunSegment",)  # instructions too frequent for the log of events
+STATE_NAMES = {
+    Phase.STARTING: "starting",
+    Phase.PLANNING: "starting",
+    Phase.RESTORING: "starting",
+    Phase.RUNNING: "running",
+    Phase.FINISHING: "stopping",
+}
+
+
+class Recorder:
+    """The run's record and metrics, fed by the coordinator."""
+
+    def __init__(self, run: str, config: Config, run_dir: str, start_update: int) -> None:
+        self.config = config
+        self._run, self._run_dir = run, run_dir
+        self.record = RunRecord(run_dir)
+        self.record.truncate_after(start_update)
+        self.metrics = RunMetrics(run, version=__version__)
+        self._previous_end: float | None = None
+        self._line: dict[str, Any] = {}
+        self._eval_loss: float | None = None
+        self._beat = 0.0
+        self._reason = ""
+
+    def begin(self) -> None:
+        """The run starts: configuration, metrics server, targets."""
+        self.record.write_config(to_yaml(self.config))
+        address = None
+        if self.config.metrics.enabled:
+            host, port = self.metrics.serve(self.config.metrics.host, self.config.metrics.port)
+            write_targets(self.record.path / TARGETS_FILE, (host, port), self._run)
+            address = f"{host}:{port}"
+        self.record.write_status(
+            {
+                "state": "starting",
+                "reason": "",
+                "total_updates": self.config.train.max_steps,
+                "metrics_address": address,
+                "ray_address": ray.get_runtime_context().gcs_address,
+                "started_at": time.time(),
+                "num_workers": self.config.cluster.num_workers,
+            }
+        )
+        self.event("start", f"run {self._run} starts")
+
+    def event(self, kind: str, message: str, **fields: Any) -> None:
+        """One line in the run's story."""
+        self.record.log_event(kind, message, **fields)
+
+    def instruction(self, instruction: Instruction) -> None:
+        """What the elastic core decided, and why."""
+        name = type(instruction).__name__
+        if name not in ROUTINE:
+            self.event("decision", f"{name}: {instruction.reason}")
+
+    def joined(self, worker: str, description: Mapping[str, Any]) -> None:
+        """A worker has started."""
+        facts = {k: description[k] for k in ("node_ip", "pid", "device_class")}
+        self.event("worker", f"{worker} joined", worker=worker, **facts)
+
+    def planned(self, plan: Plan) -> None:
+        """A plan is put into force."""
+        self.record.write_plan(plan)
+        self.metrics.observe_plan(plan, self.config.train.max_steps)
+        self.event("plan", "; ".join(plan.reasons), generation=plan.generation)
+
+    def segment(self, segment: Segment, reports: Sequence[StageReport], plan: Plan) -> None:
+        """A committed segment: a line per update."""
+        first, last = reports[0], reports[-1]
+        begin = min(r.updates[-1].finished_at - r.wall_s for r in reports)
+        previous = max(self._previous_end or begin, begin - 1.0)
+        for batch, of_first, of_last in zip(
+            segment.batches, first.updates, last.updates, strict=True
+        ):
+            end = max(of_first.finished_at, of_last.finished_at)
+            step_s = max(end - previous, 1e-9)
+            previous = end
+            self._line = {
+                "update": batch.update,
+                "loss": of_last.loss,
+                "lr": lr_at(batch.update, self.config.optim, self.config.train.max_steps),
+                "grad_norm": of_last.grad_norm,
+                "tokens_per_s": batch.num_tokens / step_s,
+                "step_s": step_s,
+                "tokens": batch.num_tokens,
+                "samples": batch.num_samples,
+                "epoch": batch.end.epoch,
+                "skipped": of_last.skipped,
+                "time": end,
+                "segment": segment.index,
+                "generation": segment.generation,
+            }
+            self.record.append_update(self._line)
+            self.metrics.observe_update(self._line)
+        self._previous_end = previous
+        self.metrics.observe_segment(reports)
+        self._write_progress(reports, plan)
+
+    def evaluated(self, update: int, loss_sum: float, num_valid: int) -> None:
+        """The held-out loss is known."""
+        self._previous_end = None  # the next update did not start where the last one ended
+        self._eval_loss = loss_sum / max(num_valid, 1)
+        self.metrics.observe_evaluation(self._eval_loss)
+        facts = {"eval_loss": self._eval_loss, "perplexity": perplexity(self._eval_loss)}
+        self.record.write_status(facts)
+        self.event("evaluation", f"held-out loss {self._eval_loss:.4f}", update=update, **facts)
+
+    def checkpoint(self, info: CheckpointInfo, duration_s: float) -> None:
+        """A checkpoint is complete."""
+        self.metrics.observe_checkpoint(info, duration_s)
+        self.record.write_status({"checkpoint": info.path, "checkpoint_update": info.update})
+        self.event("checkpoint", f"update {info.update} saved", update=info.update, path=info.path)
+
+    def checkpoint_failed(self, update: int, reason: str) -> None:
+        """A checkpoint could not be written; training goes on."""
+        self.metrics.observe_checkpoint_failure()
+        self.record.write_status({"warning": f"checkpoint of update {update} failed: {reason}"})
+        self.event("checkpoint_failed", reason, update=update)
+
+    def heartbeat(self, state: State) -> None:
+        """Where the run stands, now and then."""
+        now = time.monotonic()
+        name = STATE_NAMES.get(state.phase)
+        if name is None or (now - self._beat < HEARTBEAT_S and state.reason == self._reason):
+            return
+        self._beat, self._reason = now, state.reason
+        self.record.write_status({"state": name, "reason": state.reason, "update": state.committed})
+
+    def result(self, status: str, reason: str, update: int, checkpoint: str | None) -> RunResult:
+        """How the run ended."""
+        loss = self._eval_loss
+        return RunResult(
+            name=self._run,
+            status=status,
+            reason=reason,
+            run_dir=str(self.record.path),
+            update=update,
+            loss=self._line.get("loss"),
+            eval_loss=loss,
+            perplexity=perplexity(loss) if loss is not None else None,
+            checkpoint=checkpoint,
+            metrics={k: v for k, v in self._line.items() if isinstance(v, float)},
+        )
+
+    def finish(self, result: RunResult) -> None:
+        """The run is over: last words, lock released."""
+        self.record.write_status(
+            {
+                "state": result.status,
+                "reason": result.reason,
+                "update": result.update,
+                "checkpoint": result.checkpoint,
+                "metrics_address": None,
+            }
+        )
+        self.event("end", f"{result.status}: {result.reason}", update=result.update)
+        self.metrics.close()
+        clear_targets(self.record.path / TARGETS_FILE)
+        self.record.close()
+
+    def _write_progress(self, reports: Sequence[StageReport], plan: Plan) -> None:
+        self.record.write_status(
+            {
+                "state": "running",
+                "update": self._line["update"],
+                "loss": self._line["loss"],
+                "tokens_per_s": self._line["tokens_per_s"],
+                "stage_busy": [busy_ratio(r.busy_s, r.wall_s) for r in reports],
+                "predicted_step_s": plan.predicted.step_s,
+            }
+        )
+
+
+def perplexity(loss: float) -> float:
+    """Of a mean loss per token; infinite where it overflows."""
+    return math.exp(loss) if loss < 700 else math.inf

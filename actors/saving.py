@@ -1,0 +1,63 @@
+"""Checkpoints as the coordinator sees them: positions, manifests, retention."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile
+from elastic_trainer.config import Config
+from elastic_trainer.types import BatchInfo, CheckpointInfo, Cursor, Plan
+
+
+def checkpoint_root(config: Config, run_dir: str | Path) -> str:
+    """Where a run's checkpoints lie: in its folder, unless configured otherwise."""
+    return config.checkpoint.storage_path or str(Path(run_dir).resolve() / "checkpoints")
+
+
+class Saving:
+    """Remembers the data position of every update that may be saved, and commits manifests.
+
+    Args:
+        config: the resolved configuration.
+        run_dir: the run's folder.
+        start_update: where the run starts.
+        start_cursor: the data position there.
+    """
+
+    def __init__(
+        self, config: Config, run_dir: str, start_update: int, start_cursor: Cursor
+    ) -> None:
+        self.root = checkpoint_root(config, run_dir)
+        self._num_to_keep = config.checkpoint.num_to_keep
+        self._store = CheckpointStore(self.root)
+        self._cursors = {start_update: start_cursor}
+
+    def note(self, batches: Sequence[BatchInfo]) -> None:
+        """Remember the positions behind these batches."""
+        self._cursors.update({b.update: b.end for b in batches})
+
+    def commit(
+        self,
+        update: int,
+        files: Sequence[LayerFile],
+        plan: Plan,
+        extra: Mapping[str, Any],
+    ) -> CheckpointInfo:
+        """Write the manifest, then remove what need not be kept.
+
+        Raises:
+            CheckpointError: a layer is missing, or the storage refuses.
+        """
+        info = self._store.commit(
+            update,
+            files,
+            cursor=self._cursors[update],
+            extra={"schedule": plan.schedule, "num_stages": plan.num_stages, **extra},
+        )
+        self._cursors = {u: c for u, c in self._cursors.items() if u >= update}
+        self._store.prune(self._num_to_keep)
+        return info
+
+    def newest(self) -> CheckpointInfo | None:
+        """The newest complete checkpoint."""
+        return self._store.newest()

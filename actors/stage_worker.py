@@ -1,0 +1,178 @@
+"""A stage worker: one stage of the model on one device. A plain class; `handles.py` makes it an
+actor whose compute calls run one by one, beside a few control calls."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from elastic_trainer.actors.links import addresses, make_exchange, open_channels
+from elastic_trainer.checkpoint.layers import BackgroundSaver, read_layer
+from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile
+from elastic_trainer.config import Config
+from elastic_trainer.errors import (
+    CheckpointError,
+    ClusterError,
+    ElasticTrainerError,
+    FencedError,
+)
+from elastic_trainer.models.registry import load_model, ties
+from elastic_trainer.pipeline.feed import ChannelFeed
+from elastic_trainer.pipeline.profiler import device_class, profile_layers
+from elastic_trainer.pipeline.runtime import StageRuntime
+from elastic_trainer.schedule.segment import Segment
+from elastic_trainer.transport.exchange import Exchange
+from elastic_trainer.types import Plan, Profile, StageReport, WorkerId
+
+
+class StageWorker:
+    """Holds the layers that the plan gives it, and runs segments on them."""
+
+    def __init__(self, worker: WorkerId, config: Config, private_dir: str) -> None:
+        self.worker = worker
+        self.config = config
+        self.device = _own_device()
+        torch.set_num_threads(config.numerics.threads_per_stage)
+        self.model = load_model(config)
+        self._channels = open_channels(worker, config, private_dir, self.device)
+        self._exchange: Exchange | None = None
+        self._runtime: StageRuntime | None = None
+        self._plan: Plan | None = None
+        self._saver: BackgroundSaver | None = None
+
+    def describe(self) -> Mapping[str, Any]:
+        """Where this worker is, how to reach it, and what the model looks like."""
+        return {
+            "addresses": addresses(self._channels),
+            "device": self.device.type,
+            "device_class": device_class(self.device),
+            "memory_bytes": _memory_bytes(self.device),
+            "node_ip": ray.util.get_node_ip_address(),
+            "pid": os.getpid(),
+            "layers": [spec.name for spec in self.model.layers],
+            "ties": [(owner, follower) for owner, follower, *_ in ties(self.model)],
+            "input_fields": list(self.model.input_fields),
+            "label_fields": list(self.model.label_fields),
+            "batch_fields": [list(spec.batch_fields) for spec in self.model.layers],
+        }
+
+    def profile(self, sample: Mapping[str, "np.ndarray[Any, Any]"]) -> Profile:
+        """Measure every layer on one microbatch."""
+        torch.set_num_threads(self.config.numerics.threads_per_stage)
+        fields = {name: torch.from_numpy(array.copy()) for name, array in sample.items()}
+        return profile_layers(self.model, self.config, fields, self.device)
+
+    def configure(
+        self,
+        plan: Plan,
+        peers: Mapping[WorkerId, Mapping[str, Any]],
+        restore: tuple[str, int] | None,
+    ) -> int:
+        """Take over this worker's stage of `plan`.
+
+        Args:
+            plan: the plan; its generation fences everything older.
+            peers: descriptions of all other workers and the loader.
+            restore: root and update of the checkpoint to load; None starts from initial weights.
+
+        Returns:
+            The update whose state the stage holds.
+        """
+        mine = next(s for s in plan.stages if s.worker == self.worker)
+        self._exchange = make_exchange(self._channels, self.device.type, peers)
+        self._exchange.advance(plan.generation)
+        loader = next(name for name, d in peers.items() if d.get("role") == "loader")
+        self._runtime = StageRuntime(
+            stage=mine.stage,
+            plan=plan,
+            model=self.model,
+            config=self.config,
+            exchange=self._exchange,
+            workers=[s.worker for s in plan.stages],
+            feed=ChannelFeed(self._exchange, loader, plan.generation),
+            device=self.device,
+        )
+        self._plan = plan
+        if restore is not None:
+            self._restore(self._runtime, *restore)
+        return self._runtime.committed
+
+    def run_segment(self, segment: Segment) -> StageReport:
+        """Run one segment to its commit point."""
+        return self._active().run(segment)
+
+    def save(self, update: int, root: str) -> Mapping[str, Any]:
+        """Snapshot the state after `update` to host memory; a thread writes it to `root`.
+
+        Returns:
+            What belongs into the manifest besides layers: the state of the loss scaler.
+        """
+        runtime, plan = self._active(), self._plan
+        assert plan is not None
+        if runtime.committed != update:
+            raise FencedError(
+                f"{self.worker} holds the state after update {runtime.committed}, not {update}"
+            )
+        if self._saver is None:
+            self._saver = BackgroundSaver(CheckpointStore(root), plan.layers)
+        if not self._saver.save(update, runtime.layer_states()):
+            raise CheckpointError(f"{self.worker} is still writing an earlier checkpoint")
+        return {"scaler": runtime.scaler_state}
+
+    def saved(self, update: int) -> list[LayerFile] | str:
+        """The layer files of `update`, once written, or why they could not be."""
+        assert self._saver is not None, "save comes first"
+        result = self._saver.wait(self.config.elastic.stall_limit_s)
+        if result is None or result.update != update:
+            limit = self.config.elastic.stall_limit_s
+            return f"{self.worker} did not finish writing update {update} within {limit:.0f} s"
+        return str(result.error) if result.error else list(result.files)
+
+    def abort(self, reason: str) -> None:
+        """Wake whatever waits, with an error."""
+        if self._exchange is not None:
+            self._exchange.interrupt(
+                FencedError(f"the coordinator ended this generation: {reason}")
+            )
+
+    def close(self) -> None:
+        """Close sockets and wait for the writer."""
+        if self._saver is not None:
+            self._saver.wait(self.config.elastic.stall_limit_s)
+        for channel in self._channels.values():
+            channel.close()
+
+    def _restore(self, runtime: StageRuntime, root: str, update: int) -> None:
+        store = CheckpointStore(root)
+        manifest = store.manifest(update)
+        states = {name: read_layer(store, manifest, name) for name in runtime.needed_layers()}
+        runtime.load_states(states, update)
+        runtime.load_scaler(manifest.extra.get("scaler"))
+
+    def _active(self) -> StageRuntime:
+        if self._runtime is None:
+            raise ElasticTrainerError(f"{self.worker} has no stage yet", "configure comes first.")
+        return self._runtime
+
+
+def _own_device() -> torch.device:
+    """The device that Ray has given this actor."""
+    gpus = ray.get_gpu_ids()
+    if not gpus:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ClusterError(
+            f"Ray assigned GPU {gpus[0]} to this worker, but torch finds no CUDA device",
+            "Install a CUDA build of torch on the node, or set cluster.resources_per_worker.",
+        )
+    return torch.device("cuda", 0)
+
+
+def _memory_bytes(device: torch.device) -> int | None:
+    """Device memory; None for a CPU, whose memory stages share."""
+    if device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(device).total_memory)

@@ -1,0 +1,162 @@
+"""Connecting to Ray: a local one of our own, or a cluster that is there."""
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import AuthenticationError as RayAuthenticationError
+
+from elastic_trainer.actors.handles import NAMESPACE
+from elastic_trainer.config import Config
+from elastic_trainer.errors import AuthenticationError, ClusterError
+
+CONNECT_S = 5.0  # a host that does not accept a connection by then is not there
+PACKAGE = Path(__file__).parents[1]
+TOKEN_HINT = (
+    "Use the cluster's token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to its file "
+    "(default ~/.ray/auth_token), or RAY_AUTH_TOKEN."
+)
+
+
+def resolve_address(address: str | None) -> str:
+    """`local`, `auto` or HOST:PORT; null means the cluster of RAY_ADDRESS, else local.
+
+    RAY_ADDRESS is set inside `ray job submit`, so the same command works there and on a laptop.
+    """
+    return address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+
+
+@contextlib.contextmanager
+def connected(config: Config) -> Iterator[str]:
+    """A connection to Ray for the length of the block; ends a Ray that it started.
+
+    Yields:
+        Address of the cluster, HOST:PORT.
+
+    Raises:
+        ClusterError: nothing answers at the address.
+        AuthenticationError: the token is missing or wrong.
+    """
+    address = resolve_address(config.cluster.address)
+    options = _options(config, address)
+    if ":" in address:
+        _check_reachable(address)
+    try:
+        context = ray.init(**options)
+    except RayAuthenticationError as error:
+        raise AuthenticationError(
+            f"the Ray cluster at {address} refused this program's token", TOKEN_HINT
+        ) from error
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise _explained(address, error) from error
+    try:
+        yield str(context.address_info["gcs_address"])
+    finally:
+        ray.shutdown()
+
+
+def connect_for_control(address: str) -> None:
+    """Connect to a running run's cluster, to call its coordinator."""
+    _check_reachable(address)
+    try:
+        ray.init(
+            address=address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            configure_logging=False,
+            logging_level=logging.ERROR,
+        )
+    except RayAuthenticationError as error:
+        raise AuthenticationError(
+            f"the Ray cluster at {address} refused this program's token", TOKEN_HINT
+        ) from error
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        raise _explained(address, error) from error
+
+
+def module_folder(target: str | None) -> str | None:
+    """Folder that must be on the workers' path to import a `module:function`; None: installed."""
+    if target is None:
+        return None
+    spec = importlib.util.find_spec(target.partition(":")[0].partition(".")[0])
+    if spec is None or spec.origin is None or "site-packages" in spec.origin:
+        return None
+    file = Path(spec.origin)
+    return str(file.parents[1] if file.name == "__init__.py" else file.parent)
+
+
+def worker_environment(config: Config) -> dict[str, str]:
+    """Environment variables with which all actors of a run start."""
+    folders = [module_folder(config.model.target), module_folder(config.loss.target)]
+    paths = [f for f in dict.fromkeys(folders) if f]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    return {"PYTHONPATH": os.pathsep.join(paths)} if paths else {}
+
+
+def _options(config: Config, address: str) -> dict[str, Any]:
+    common: dict[str, Any] = {
+        "address": address,
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "configure_logging": False,
+        "logging_level": logging.ERROR,
+    }
+    if address == "local":
+        # CPU workers of a local run may outnumber the cores: the user asked for them.
+        cpus = max(os.cpu_count() or 1, config.cluster.num_workers)
+        return {**common, "num_cpus": cpus, "include_dashboard": False}
+    return {**common, "runtime_env": _shipped(config)}
+
+
+def _shipped(config: Config) -> dict[str, Any]:
+    """What nodes need that they may not have: this package and the user's own modules."""
+    job = json.loads(os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}"))
+    if "py_modules" in (job.get("runtime_env") or {}):
+        return {}  # the job ships modules itself, and Ray does not merge two lists
+    modules = [str(PACKAGE)]
+    for target in (config.model.target, config.loss.target):
+        folder = module_folder(target)
+        if folder is not None and target is not None:
+            name = target.partition(":")[0].partition(".")[0]
+            package = Path(folder) / name
+            modules.append(str(package if package.is_dir() else package.with_suffix(".py")))
+    return {"py_modules": list(dict.fromkeys(modules)), "excludes": ["**/__pycache__"]}
+
+
+def _check_reachable(address: str) -> None:
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        raise ClusterError(f"{address!r} is not HOST:PORT", "Use local, auto or HOST:PORT.")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray cluster answers at {address}: {error}",
+            "Check the address, or start one: `ray start --head`.",
+        ) from error
+
+
+def _explained(address: str, error: Exception) -> ClusterError:
+    text = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lowered = str(error).lower()
+    if "token" in lowered or "unauthenticated" in lowered:
+        return AuthenticationError(f"cannot join the Ray cluster at {address}: {text}", TOKEN_HINT)
+    return ClusterError(
+        f"cannot join the Ray cluster at {address}: {text}",
+        "Check `ray status` there, or use --address local.",
+    )
+
+
+def add_working_folder() -> None:
+    """Let `module:function` targets lie in the current folder, as with `python -m`."""
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())

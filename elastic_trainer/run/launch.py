@@ -1,0 +1,168 @@
+"""Start a run, watch it, end it: what stands behind `fit` and `elastic-trainer train`."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from elastic_trainer.actors.handles import CoordinatorHandle, Pending
+from elastic_trainer.config import to_yaml
+from elastic_trainer.errors import ClusterError, WorkerLostError
+from elastic_trainer.observability.display import Display, choose_display
+from elastic_trainer.observability.record import METRICS_FILE
+from elastic_trainer.observability.runs import read_status
+from elastic_trainer.run.cluster import add_working_folder, connected, worker_environment
+from elastic_trainer.run.prepare import Launch, Source, prepare
+from elastic_trainer.types import RunResult
+
+POLL_S = 0.25
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(Exception):
+    """The user asked twice: end at once."""
+
+
+def fit(
+    config: Source = None,
+    *overrides: str,
+    workers: int | None = None,
+    address: str | None = None,
+    run_dir: str | Path | None = None,
+    resume: str | None = None,
+    fast_dev_run: bool = False,
+    display: Display | bool = True,
+) -> RunResult:
+    """Train a model; the same thing as `elastic-trainer train`.
+
+    Args:
+        config: a YAML file, the name of a shipped recipe, a mapping or a `Config`.
+        overrides: `key=value` texts.
+        workers: stage workers; overrides `cluster.num_workers`.
+        address: `local`, `auto` or HOST:PORT; overrides `cluster.address`.
+        run_dir: folder of the run; derived from `run.storage_path` and `run.name` otherwise.
+        resume: `auto`, an update, or the path of a checkpoint.
+        fast_dev_run: three updates, one evaluation, one checkpoint.
+        display: show progress, or how.
+
+    Returns:
+        How the run ended; `status` is `completed`, `stopped` or `failed`.
+
+    Raises:
+        ElasticTrainerError: the run could not start.
+    """
+    add_working_folder()
+    launch = prepare(
+        config,
+        overrides,
+        workers=workers,
+        address=address,
+        run_dir=run_dir,
+        resume=resume,
+        fast_dev_run=fast_dev_run,
+    )
+    shown = choose_display(display)
+    for note in launch.notes:
+        shown.message(note)
+    with shown, connected(launch.config):
+        return _run(launch, shown)
+
+
+def _run(launch: Launch, shown: Display) -> RunResult:
+    start = {"update": launch.update, "cursor": launch.cursor, "checkpoint": launch.checkpoint}
+    coordinator = CoordinatorHandle.start(
+        launch.name,
+        launch.config,
+        str(launch.run_dir),
+        start,
+        detached=False,
+        env=worker_environment(launch.config),
+    )
+    running = coordinator.run()
+    watcher = Watcher(launch, shown)
+    try:
+        with stop_requests(lambda name: _ask_to_stop(coordinator, shown, name)):
+            while True:
+                result = _poll(running)
+                watcher.update()
+                if result is not None:
+                    return result
+    except Stopped:
+        shown.message("stopped at once; the newest checkpoint stays")
+        status = read_status(launch.run_dir)
+        return RunResult(
+            name=launch.name,
+            status="stopped",
+            reason="interrupted twice",
+            run_dir=str(launch.run_dir),
+            update=int(status.get("update") or 0),
+            checkpoint=status.get("checkpoint"),
+        )
+
+
+def _poll(running: Pending[RunResult]) -> RunResult | None:
+    try:
+        return running.get(POLL_S)
+    except TimeoutError:
+        return None
+    except WorkerLostError as error:
+        raise ClusterError(
+            f"the run's coordinator died: {error.what}", "Continue with `--resume auto`."
+        ) from error
+
+
+def _ask_to_stop(coordinator: CoordinatorHandle, shown: Display, name: str) -> None:
+    shown.message(f"{name}: stopping at the next commit point; once more to stop at once")
+    coordinator.stop(f"{name} received")
+
+
+@contextmanager
+def stop_requests(on_first: Any) -> Iterator[None]:
+    """First signal: `on_first`; the second raises Stopped. Only a main thread gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    seen: list[int] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+        if len(seen) > 1:
+            raise Stopped
+        on_first(signal.Signals(number).name)
+
+    old = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+class Watcher:
+    """Follows the files of a run and shows what is new."""
+
+    def __init__(self, launch: Launch, shown: Display) -> None:
+        self._run_dir, self._shown = launch.run_dir, shown
+        self._path = launch.run_dir / METRICS_FILE
+        self._after = launch.update
+        self._offset = 0
+
+    def update(self) -> None:
+        """Show the lines written since the last call, and the status."""
+        import json
+
+        try:
+            with open(self._path, encoding="utf-8") as file:
+                file.seek(self._offset)
+                while (text := file.readline()).endswith("\n"):
+                    self._offset = file.tell()
+                    line = json.loads(text)
+                    if line["update"] > self._after:
+                        self._shown.update(line)
+        except OSError:
+            pass  # nothing has been written yet
+        self._shown.status(read_status(self._run_dir) if self._run_dir.exists() else {})

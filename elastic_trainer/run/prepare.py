@@ -1,0 +1,118 @@
+"""Everything that is checked before anything starts: configuration, data, folder, resume point."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.actors.saving import checkpoint_root
+from elastic_trainer.checkpoint.resume import resolve_resume
+from elastic_trainer.checkpoint.store import CheckpointStore
+from elastic_trainer.config import Config, load_config
+from elastic_trainer.data.info import describe
+from elastic_trainer.errors import RunError
+from elastic_trainer.observability.record import is_alive, new_run_name
+from elastic_trainer.observability.runs import is_run
+from elastic_trainer.types import Cursor
+
+Source = str | Path | Mapping[str, Any] | Config | None
+TOKEN_MODELS = ("gpt", "hf")  # shipped models that must know the vocabulary
+FAST_DEV_RUN = (  # every part runs once, in seconds
+    "train.max_steps=3",
+    "train.eval_steps=2",
+    "train.eval_batches=1",
+    "checkpoint.every_steps=2",
+    "pipeline.segment_updates=1",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Launch:
+    """A run that may start: all of it has been checked."""
+
+    config: Config
+    name: str
+    run_dir: Path
+    update: int
+    cursor: Cursor
+    checkpoint: str | None
+    notes: tuple[str, ...]
+
+
+def resolve_config(
+    source: Source,
+    overrides: Sequence[str],
+    *,
+    workers: int | None = None,
+    address: str | None = None,
+    fast_dev_run: bool = False,
+) -> Config:
+    """The configuration with the command's options, and what the data decides, filled in."""
+    extra = [f"cluster.num_workers={workers}"] if workers is not None else []
+    if address is not None:
+        extra.append(f"cluster.address={address}")
+    if fast_dev_run:
+        extra.extend(FAST_DEV_RUN)
+    config = load_config(source, [*overrides, *extra])
+    data = describe(config)
+    args = dict(config.model.args)
+    if config.model.target is None and config.model.name in TOKEN_MODELS:
+        if data.vocab_size is not None and config.model.name == "gpt":
+            args.setdefault("vocab_size", data.vocab_size)
+    return replace(config, model=replace(config.model, args=args))
+
+
+def prepare(
+    source: Source,
+    overrides: Sequence[str],
+    *,
+    workers: int | None = None,
+    address: str | None = None,
+    run_dir: str | Path | None = None,
+    resume: str | None = None,
+    fast_dev_run: bool = False,
+) -> Launch:
+    """Check everything that can be checked without a cluster.
+
+    Raises:
+        ConfigError, DataError, ModelError, CheckpointError, RunError: what is wrong and what to do.
+    """
+    config = resolve_config(
+        source, overrides, workers=workers, address=address, fast_dev_run=fast_dev_run
+    )
+    label = config.model.target.rpartition(":")[2] if config.model.target else config.model.name
+    name = config.run.name or new_run_name(label, time.time())
+    folder = Path(run_dir) if run_dir is not None else Path(config.run.storage_path) / name
+    folder = folder.absolute()
+    if is_run(folder):
+        if is_alive(folder):
+            raise RunError(
+                f"a trainer is already running in {folder}",
+                "Choose another --run-dir, or stop it: `elastic-trainer stop RUN`.",
+            )
+        if resume is None:
+            raise RunError(
+                f"{folder} already holds a run",
+                "Continue it with `--resume auto`, or choose another --run-dir.",
+            )
+    root = checkpoint_root(config, folder)
+    point = resolve_resume(CheckpointStore(root), resume) if resume is not None else None
+    return Launch(
+        config=config,
+        name=folder.name,
+        run_dir=folder,
+        update=point.manifest.update if point else 0,
+        cursor=point.manifest.cursor if point else Cursor(),
+        checkpoint=point.store.root if point else None,
+        notes=_notes(resume, point),
+    )
+
+
+def _notes(resume: str | None, point: Any) -> tuple[str, ...]:
+    if resume is None:
+        return ()
+    if point is None:
+        return ("nothing to resume from: starting at update 0",)
+    passed = [f"passed over: {reason}" for reason in point.passed_over]
+    return (*passed, f"resuming from update {point.manifest.update}")
