@@ -1,5 +1,7 @@
 """Predicts the memory of a stage from its layers, its place in the pipeline and the schedule."""
 
+from itertools import accumulate
+
 from elastic_trainer.config import Config
 from elastic_trainer.schedule.build import delay, is_asynchronous
 from elastic_trainer.types import Profile
@@ -21,9 +23,43 @@ def live_activations(schedule: str, stage: int, num_stages: int, num_microbatche
     return min(num_stages - stage, num_microbatches)
 
 
-def stash_copies(schedule: str, stage: int, num_stages: int) -> int:
-    """Versions of the weights that a stage keeps beside the newest."""
-    return delay(stage, num_stages) if is_asynchronous(schedule) else 0
+def parameter_copies(schedule: str, stage: int, num_stages: int, moments: int) -> int:
+    """How often a stage holds its parameters' size: weights, gradients, moments, stash."""
+    stash = delay(stage, num_stages) if is_asynchronous(schedule) else 0
+    return 2 + moments + stash
+
+
+class MemoryModel:
+    """Memory of any range of layers as any stage; each question takes constant time.
+
+    Args:
+        profile: costs of all layers.
+        num_stages: stages of the pipeline.
+        schedule: name of the schedule.
+        num_microbatches: microbatches of a batch (of a segment, when asynchronous).
+        moments: tensors of the parameters' size that the optimizer keeps.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        num_stages: int,
+        schedule: str,
+        num_microbatches: int,
+        moments: int,
+    ) -> None:
+        layers = profile.layers
+        self._parameters = [0, *accumulate(layer.parameter_bytes for layer in layers)]
+        self._saved = [0, *accumulate(layer.saved_bytes for layer in layers)]
+        stages = range(num_stages)
+        self._copies = [parameter_copies(schedule, s, num_stages, moments) for s in stages]
+        self._live = [live_activations(schedule, s, num_stages, num_microbatches) for s in stages]
+
+    def stage_bytes(self, first: int, stop: int, stage: int) -> int:
+        """Weights, gradients, moments, stash and live activations of layers `first` to `stop`."""
+        parameters = self._parameters[stop] - self._parameters[first]
+        saved = self._saved[stop] - self._saved[first]
+        return parameters * self._copies[stage] + saved * self._live[stage]
 
 
 def stage_memory_bytes(
@@ -36,21 +72,6 @@ def stage_memory_bytes(
     num_microbatches: int,
     moments: int,
 ) -> int:
-    """Bytes of weights, gradients, optimizer moments, stash and live activations.
-
-    Args:
-        profile: costs of all layers.
-        first: first layer of the stage.
-        stop: layer behind the last of the stage.
-        stage: place in the pipeline.
-        num_stages: stages of the pipeline.
-        schedule: name of the schedule.
-        num_microbatches: microbatches of a batch (of a segment, when asynchronous).
-        moments: tensors of the parameters' size that the optimizer keeps.
-    """
-    layers = profile.layers[first:stop]
-    parameters = sum(layer.parameter_bytes for layer in layers)
-    saved = sum(layer.saved_bytes for layer in layers)
-    copies = 2 + moments + stash_copies(schedule, stage, num_stages)
-    live = live_activations(schedule, stage, num_stages, num_microbatches)
-    return parameters * copies + saved * live
+    """Bytes that layers `first` up to `stop` need as stage `stage`; see `MemoryModel`."""
+    model = MemoryModel(profile, num_stages, schedule, num_microbatches, moments)
+    return model.stage_bytes(first, stop, stage)

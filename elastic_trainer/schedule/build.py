@@ -46,7 +46,7 @@ def build(
     return _build(name, num_stages, tuple(groups), tuple(sorted(set(ties))), reduce)
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def _build(
     name: str, num_stages: int, groups: tuple[int, ...], pairs: tuple[Tie, ...], reduce: bool
 ) -> ActionLists:
