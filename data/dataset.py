@@ -7,6 +7,7 @@ from hashlib import sha256
 from typing import Any
 
 from elastic_trainer.config import DATA_FORMATS, Config
+from elastic_trainer.data.blocks import ShuffledBlocks, block_size
 from elastic_trainer.data.columns import ColumnSamples
 from elastic_trainer.data.documents import Documents, PackedSamples, TextDocuments, TokenDocuments
 from elastic_trainer.data.location import REMOTE_TIMEOUT_S, Location
@@ -78,12 +79,13 @@ class Dataset:
         order = RowOrder(source, split, seed=seed, shuffle=data.shuffle)
         if data.format == "columns":
             return ColumnSamples(source, order, data.input_columns, data.label_columns)
-        return PackedSamples(
+        packed = PackedSamples(
             self._documents(source),
             order,
             length=data.sequence_length,
             separator=self.vocabulary.eos_id or 0,
         )
+        return ShuffledBlocks(packed, order.key, size=block_size(data.sequence_length))
 
     def _documents(self, source: ParquetSource) -> Documents:
         data, vocabulary = self.config.data, self.vocabulary

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from elastic_trainer.data.packing import Tokens, pack_next
-from elastic_trainer.data.samples import RowOrder, Sample
+from elastic_trainer.data.samples import CHANGED, RowOrder, Sample, place
 from elastic_trainer.data.sources import ParquetSource
 from elastic_trainer.data.tokenizer import Tokenizer
 from elastic_trainer.errors import DataError
@@ -131,11 +131,7 @@ class PackedSamples:
         epoch = cursor.epoch
         self._order.check(cursor)
         if cursor.offset and cursor.offset >= len(self._tokens(epoch, cursor.row)):
-            raise DataError(
-                f"position (epoch {epoch}, row {cursor.row}, offset {cursor.offset}) lies behind "
-                "the end of that row",
-                "The dataset or the tokenizer has changed since that position was saved",
-            )
+            raise DataError(f"{place(cursor)} lies behind the end of that row", CHANGED)
         packed = pack_next(
             cursor,
             self._order.num_rows,

@@ -15,8 +15,9 @@ class DataInfo:
 
     `num_eval_rows` is None where nothing is held out. `vocab_size` is the number of token ids, None
     where ids play no part or nothing tells. `fields` are the arrays of a microbatch, those that
-    feed the first layer and those that feed the loss. `fingerprint` changes when the rows, their
-    files or the tokenizer do: a position saved under another fingerprint means other samples.
+    feed the first layer and those that feed the loss. `fingerprint` changes with the rows, their
+    files, the tokenizer and the settings that decide the order: a position saved under another
+    fingerprint means other samples.
     """
 
     num_rows: int
@@ -40,7 +41,7 @@ def describe(config: Config) -> DataInfo:
     num_eval_rows: int | None
     if data.format == "synthetic":
         num_rows, num_eval_rows = NUM_ROWS["train"], NUM_ROWS["eval"]
-        rows = f"synthetic/{config.train.seed}/{vocabulary.size}"
+        rows = f"synthetic/{vocabulary.size}"
     else:
         source, held_out = dataset.source("train"), dataset.source("eval")
         if source is None:
@@ -48,6 +49,7 @@ def describe(config: Config) -> DataInfo:
         num_rows, rows = source.num_rows, source.fingerprint
         num_eval_rows = held_out.num_rows if held_out else None
     is_columns = data.format == "columns"
+    order = (rows, vocabulary.fingerprint, data.sequence_length, data.shuffle, config.train.seed)
     return DataInfo(
         num_rows=num_rows,
         num_eval_rows=num_eval_rows,
@@ -56,5 +58,5 @@ def describe(config: Config) -> DataInfo:
         input_fields=tuple(data.input_columns) if is_columns else ("input_ids",),
         label_fields=tuple(data.label_columns) if is_columns else ("labels",),
         tokenizer_path=vocabulary.tokenizer_path,
-        fingerprint=sha256(f"{rows}/{vocabulary.fingerprint}".encode()).hexdigest()[:16],
+        fingerprint=sha256(repr(order).encode()).hexdigest()[:16],
     )

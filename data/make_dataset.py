@@ -219,14 +219,8 @@ def _publish(
 def write_shards(folder: Path, split: str, documents: Sequence[RawDocument]) -> None:
     """Write one split as `SPLIT-00000-of-0000N.parquet`, in small row groups that seek well."""
     shards = _chunks(documents, SHARD_BYTES)
-    schema = pa.schema(
-        [
-            pa.field("text", pa.string()),
-            pa.field("source", pa.string()),
-            pa.field("text_chars", pa.int64()),
-        ],
-        metadata={"huggingface": json.dumps(_FEATURES)},
-    )
+    types: Any = {"text": pa.string(), "source": pa.string(), "text_chars": pa.int64()}
+    schema = pa.schema(types, metadata={"huggingface": json.dumps(_FEATURES)})
     for number, shard in enumerate(shards):
         path = folder / f"{split}-{number:05}-of-{len(shards):05}.parquet"
         with pq.ParquetWriter(str(path), schema, compression="zstd") as writer:

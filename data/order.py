@@ -16,6 +16,9 @@ from itertools import accumulate
 
 WINDOW_BYTES = 128 << 20
 _ROUNDS = 6
+_WORD = 2**64 - 1
+_MIX_1 = 0x9E3779B97F4A7C15  # odd multipliers: each bit of a product depends on all below it
+_MIX_2 = 0xBF58476D1CE4E5B9
 
 
 class Permutation:
@@ -25,7 +28,11 @@ class Permutation:
         self.size = size
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
         self._mask = (1 << self._half_bits) - 1
-        self._key = blake2b(key.encode(), digest_size=32).digest()
+        digest = blake2b(key.encode(), digest_size=8 * _ROUNDS).digest()
+        self._round_keys = [
+            int.from_bytes(digest[start : start + 8], "little")
+            for start in range(0, 8 * _ROUNDS, 8)
+        ]
 
     def __len__(self) -> int:
         return self.size
@@ -42,11 +49,10 @@ class Permutation:
 
     def _encrypt(self, value: int) -> int:
         left, right = value >> self._half_bits, value & self._mask
-        for turn in range(_ROUNDS):
-            digest = blake2b(
-                right.to_bytes(8, "little"), digest_size=8, key=self._key, salt=bytes([turn])
-            ).digest()
-            left, right = right, left ^ (int.from_bytes(digest, "little") & self._mask)
+        for key in self._round_keys:
+            mixed = ((right ^ key) * _MIX_1) & _WORD
+            mixed = ((mixed ^ mixed >> 32) * _MIX_2) & _WORD
+            left, right = right, left ^ (mixed >> 32 & self._mask)
         return left << self._half_bits | right
 
 
@@ -105,12 +111,3 @@ class EpochOrder:
         inside = start + self._windows[window][position - start]
         group = bisect_right(self._group_at, inside) - 1
         return self._group_start[group] + inside - self._group_at[group]
-
-
-def epoch_key(seed: int, epoch: int) -> str:
-    """Names the order of an epoch of training."""
-    return f"train/{seed}/{epoch}"
-
-
-EVAL_KEY = "eval"
-"""Held-out rows come in the same order whatever the seed and the epoch, so losses compare."""

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from elastic_trainer.data.order import EVAL_KEY, EpochOrder, epoch_key
+from elastic_trainer.data.order import EpochOrder
 from elastic_trainer.data.sources import ParquetSource
 from elastic_trainer.errors import DataError
 from elastic_trainer.types import Cursor
@@ -43,35 +43,53 @@ class RowOrder:
         self._training = split == "train"
         self._seed = seed
         self._shuffle = shuffle or not self._training
-        self._epoch = -1
-        self._order: EpochOrder | None = None
+        self._orders: dict[str | None, EpochOrder] = {}
 
     @property
     def num_rows(self) -> int:
         return self._source.num_rows
 
+    def key(self, epoch: int) -> str | None:
+        """Names the order of an epoch; None for the order of the files.
+
+        Held-out rows come in the same order whatever the seed and the epoch, so losses compare.
+        """
+        if not self._shuffle:
+            return None
+        return f"train/{self._seed}/{epoch}" if self._training else "eval"
+
     def row(self, epoch: int, position: int) -> int:
         """Row of the dataset at this position of this epoch."""
-        if self._order is None or (epoch != self._epoch and self._training and self._shuffle):
-            self._order = EpochOrder(
+        key = self.key(epoch)
+        if key not in self._orders:
+            # Two epochs at most are in use at a time: the current one, and the next one's start.
+            while len(self._orders) > 1:
+                del self._orders[next(iter(self._orders))]
+            self._orders[key] = EpochOrder(
                 [group.num_rows for group in self._source.groups],
                 [group.num_bytes for group in self._source.groups],
-                key=self._key(epoch),
+                key=key,
             )
-            self._epoch = epoch
-        return self._order.row(position)
+        return self._orders[key].row(position)
 
     def check(self, cursor: Cursor) -> None:
         """Refuse a cursor behind the end, which only another dataset can have produced."""
         if min(cursor.epoch, cursor.row, cursor.offset) < 0 or cursor.row >= self.num_rows:
             raise DataError(
-                f"position (epoch {cursor.epoch}, row {cursor.row}, offset {cursor.offset}) does "
-                f"not lie in this dataset of {self.num_rows} rows",
-                "The dataset has changed since that position was saved; point data.path at the "
-                "same dataset",
+                f"{place(cursor)} does not lie in this dataset of {self.num_rows} rows",
+                CHANGED,
             )
 
-    def _key(self, epoch: int) -> str | None:
-        if not self._shuffle:
-            return None
-        return epoch_key(self._seed, epoch) if self._training else EVAL_KEY
+
+CHANGED = (
+    "The dataset, its tokenizer or data.sequence_length has changed since that position was saved; "
+    "set them back, or start a new run"
+)
+
+
+def place(cursor: Cursor) -> str:
+    """A cursor as a message names it."""
+    return (
+        f"the position epoch {cursor.epoch}, row {cursor.row}, offset {cursor.offset}, "
+        f"sample {cursor.sample}"
+    )

@@ -93,12 +93,14 @@ class Cursor:
 
     `row` counts rows of the epoch already begun; `offset` counts tokens of row `row` already used
     (packed text only). The order itself is a pure function of (seed, epoch), so this is all the
-    state that a loader has.
+    state that a loader has. `sample` counts sequences already taken from the block of packed
+    sequences that begins there, whose own order is shuffled.
     """
 
     epoch: int = 0
     row: int = 0
     offset: int = 0
+    sample: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
