@@ -1,4 +1,4 @@
-"""`python -m elastic_trainer.config docs|defaults` prints a generated file."""
+"""`python -m elastic_trainer.config [docs|defaults]` prints a generated file."""
 
 import sys
 
@@ -7,6 +7,7 @@ from elastic_trainer.config.reference import configuration_page, default_yaml
 PAGES = {"docs": configuration_page, "defaults": default_yaml}
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or sys.argv[1] not in PAGES:
-        sys.exit("usage: python -m elastic_trainer.config docs|defaults")
-    sys.stdout.write(PAGES[sys.argv[1]]())
+    page = PAGES.get(" ".join(sys.argv[1:]) or "docs")
+    if page is None:
+        sys.exit("usage: python -m elastic_trainer.config [docs|defaults]")
+    sys.stdout.write(page())

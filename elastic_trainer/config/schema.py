@@ -136,7 +136,11 @@ class PipelineConfig:
 class ClusterConfig:
     """Which Ray cluster, and what each worker gets."""
 
-    address: str = _doc("local", "local (start Ray here), auto or HOST:PORT.")
+    address: str | None = _doc(
+        None,
+        "local (start Ray here), auto or HOST:PORT; null: the cluster of RAY_ADDRESS, which "
+        "`ray job submit` sets, else local.",
+    )
     num_workers: int = _doc(2, "Stage workers.")
     resources_per_worker: dict[str, float] = _doc(
         {}, "Ray resources per worker, e.g. {CPU: 2}; empty: one GPU where there are, else one CPU."

@@ -189,11 +189,12 @@ def _check_train(config: Config) -> None:
 
 def _check_cluster(config: Config) -> None:
     address = config.cluster.address
-    port = address.rpartition(":")[2]
-    if address not in ("local", "auto") and not (":" in address and port.isdigit()):
-        raise ConfigError(
-            f"`cluster.address` is {address!r}", "It must be local, auto or HOST:PORT."
-        )
+    if address not in (None, "local", "auto"):
+        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(
+                f"`cluster.address` is {address!r}", "It must be local, auto or HOST:PORT."
+            )
     for name, amount in config.cluster.resources_per_worker.items():
         if amount < 0:
             raise ConfigError(f"`cluster.resources_per_worker.{name}` is {amount}, below 0")
