@@ -115,3 +115,12 @@ def tail_updates(run_dir: str | Path, count: int) -> list[dict[str, Any]]:
     # What follows the last newline is being written; what precedes the first is cut unless at 0.
     complete = block.split(b"\n")[:-1][0 if position == 0 else 1 :]
     return [json.loads(text) for text in deque(complete, maxlen=count)]
+
+
+def run_story(run_dir: str | Path) -> dict[str, Any]:
+    """A run's status with its plan, newest updates and newest events."""
+    return read_status(run_dir) | {
+        "plan": read_plan(run_dir),
+        "updates": tail_updates(run_dir, 5),
+        "events": read_events(run_dir)[-10:],
+    }
