@@ -197,8 +197,9 @@ def _materialise(
     weights: FolderWeights | None,
 ) -> nn.Module:
     """A layer with memory and values: the class's own initialisation, or the folder's weights."""
-    module = builder().to_empty(device="cpu")
-    with torch.no_grad():
+    # The device is named for initialisations that make tensors: a caller may have set another.
+    with torch.no_grad(), torch.device("cpu"):
+        module = builder().to_empty(device="cpu")
         module.apply(init)
         if weights is not None:
             for parameter, tensor in module.named_parameters():
