@@ -97,7 +97,7 @@ class InProcessChannel(BufferedChannel):
 
     def arrive(self, sender: WorkerId, tag: Tag, message: Message, delay_s: float) -> None:
         """Called by the network, on the sender's thread."""
-        with self._inbox.changed:
+        with self._inbox.lock:
             self._bytes_received += sum(tensor.nbytes for tensor in message.tensors)
             if delay_s == 0:
                 self._inbox.put(sender, tag, message)
@@ -107,11 +107,11 @@ class InProcessChannel(BufferedChannel):
             self._inbox.touch()
 
     def _pump(self, seen: int, timeout_s: float) -> None:
-        with self._inbox.changed:
+        with self._inbox.lock:
             if self._late:
                 timeout_s = min(timeout_s, self._late[0][0] - time.monotonic())
         self._inbox.wait(seen, timeout_s)
-        with self._inbox.changed:
+        with self._inbox.lock:
             while self._late and self._late[0][0] <= time.monotonic():
                 _, _, sender, tag, message = heapq.heappop(self._late)
                 self._inbox.put(sender, tag, message)

@@ -15,9 +15,11 @@ class Inbox:
     """Buffer of one worker. Thread-safe; `version` grows with every change."""
 
     def __init__(self, worker: WorkerId) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.version = 0
         self.num_dropped = 0
+        self._num_waiting = 0
         self._worker = worker
         self._messages: dict[tuple[WorkerId, Tag], deque[Message]] = {}
         self._generation = 0
@@ -26,16 +28,18 @@ class Inbox:
 
     def put(self, peer: WorkerId, tag: Tag, message: Message) -> None:
         """Keep the message, unless its generation is over."""
-        with self.changed:
+        with self.lock:
             if tag.generation < self._generation:
                 self.num_dropped += 1
                 return
             self._messages.setdefault((peer, tag), deque()).append(message)
-            self.touch()
+            self.version += 1
+            if self._num_waiting:
+                self.changed.notify_all()
 
     def take(self, peer: WorkerId, tag: Tag) -> Message | None:
         """The oldest message with this tag, None if there is none yet."""
-        with self.changed:
+        with self.lock:
             self.check(tag, f"receive from {peer}")
             messages = self._messages.get((peer, tag))
             if messages is None:
@@ -55,7 +59,7 @@ class Inbox:
             raise self._error
 
     def advance(self, generation: int) -> None:
-        with self.changed:
+        with self.lock:
             if generation < self._generation:
                 raise FencedError(
                     f"{self._worker} cannot return to generation {generation} "
@@ -71,26 +75,30 @@ class Inbox:
 
     def forget(self, peer: WorkerId) -> None:
         """Drop what this peer sent."""
-        with self.changed:
+        with self.lock:
             self._drop(lambda sender, _: sender == peer)
 
     def interrupt(self, error: Exception) -> None:
-        with self.changed:
+        with self.lock:
             if self._error is None:
                 self._error = error
                 self.touch()
 
     def close(self, error: Exception) -> None:
         """Interrupt for good."""
-        with self.changed:
+        with self.lock:
             self._is_closed = True
             self._error = error
             self.touch()
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Return once `version` differs from `seen`, at the latest after `timeout_s`."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.version != seen, timeout_s)
+        with self.lock:
+            self._num_waiting += 1
+            try:
+                self.changed.wait_for(lambda: self.version != seen, timeout_s)
+            finally:
+                self._num_waiting -= 1
 
     def _drop(self, is_over: Callable[[WorkerId, Tag], bool]) -> None:
         over = [key for key in self._messages if is_over(*key)]
@@ -98,7 +106,7 @@ class Inbox:
 
     def touch(self) -> None:
         """Let waiting threads look again."""
-        with self.changed:
+        with self.lock:
             self.version += 1
             self.changed.notify_all()
 
