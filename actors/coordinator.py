@@ -8,6 +8,7 @@ import queue
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from elastic_trainer.actors.dispatch import Dispatch, Order
@@ -222,7 +223,7 @@ class Coordinator:
         workers = [s.worker for s in plan.stages]
         waiting = {*workers, loader.worker}
 
-        def configured(worker: str) -> None:
+        def configured(worker: str, _: Any) -> None:
             waiting.discard(worker)
             if not waiting:
                 self._facts.put(
@@ -234,11 +235,11 @@ class Coordinator:
             root = self._start["checkpoint"]
             restore = (root, instruction.update) if instruction.update else None
             call = self.crew.stages[worker].configure(plan, peers, restore)
-            self._when(call, lambda _, w=worker: configured(w))
+            self._when(call, partial(configured, worker))
         cursor: Cursor = self._start["cursor"]
         peers = {w: self._descriptions[w] for w in workers}
-        call = loader.configure(plan.generation, peers, self._routes(plan), cursor)
-        self._when(call, lambda _: configured(loader.worker))
+        serve = loader.configure(plan.generation, peers, self._routes(plan), cursor)
+        self._when(serve, partial(configured, loader.worker))
 
     def _routes(self, plan: Plan) -> dict[str, list[str]]:
         """Which field of a microbatch goes to which workers."""
@@ -366,11 +367,11 @@ class Coordinator:
         def snapshot_taken(worker: str, facts: Mapping[str, Any]) -> None:
             extra.update(facts)
             call = self.crew.stages[worker].saved(update)
-            self._when(call, lambda result: written(worker, result))
+            self._when(call, partial(written, worker))
 
         for worker, handle in list(waiting.items()):
             call = handle.save(update, self.saving.root)
-            self._when(call, lambda facts, w=worker: snapshot_taken(w, facts))
+            self._when(call, partial(snapshot_taken, worker))
 
     def _commit(
         self, order: Order, files: list[Any], problems: list[str], extra: Mapping[str, Any]

@@ -89,7 +89,7 @@ class StageHandle:
 
         self.worker = worker
         options = _resource_options(resources)
-        actor = ray.remote(StageWorker)  # type: ignore[call-overload]
+        actor = ray.remote(StageWorker)
         self._actor: Any = actor.options(
             max_restarts=0,
             concurrency_groups={"compute": 1, "control": 2},
@@ -144,7 +144,7 @@ class LoaderHandle:
 
         self.worker = worker
         self._actor: Any = (
-            ray.remote(Loader)  # type: ignore[call-overload]
+            ray.remote(Loader)
             .options(
                 num_cpus=0,
                 max_restarts=0,
@@ -205,7 +205,7 @@ class CoordinatorHandle:
         from elastic_trainer.actors.coordinator import Coordinator
 
         actor = (
-            ray.remote(Coordinator)  # type: ignore[call-overload]
+            ray.remote(Coordinator)
             .options(
                 name=actor_name(run_dir),
                 namespace=NAMESPACE,

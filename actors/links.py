@@ -1,6 +1,7 @@
 """Channels between actors: which ones a worker opens, and which one each edge takes."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -20,11 +21,11 @@ def open_channels(
     worker: WorkerId, config: Config, private_dir: str, device: torch.device
 ) -> Channels:
     """The channels of one actor, by name: ZeroMQ always, torch.distributed where configured."""
-    node_ip = ray.util.get_node_ip_address()
+    node_ip = own_ip()
     channels: Channels = {
         "zmq": ZmqChannel(
             worker,
-            private_dir=private_dir,
+            private_dir=Path(private_dir),
             bind_ip=node_ip,
             encryption=config.transport.encryption == "on",
             device=device,
@@ -35,6 +36,11 @@ def open_channels(
 
         channels["torch"] = TorchChannel(worker, bind_ip=node_ip, device=device)
     return channels
+
+
+def own_ip() -> str:
+    """This node's address, as the cluster knows it."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def addresses(channels: Channels) -> dict[str, Any]:

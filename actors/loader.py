@@ -5,6 +5,7 @@ coordinator commits; what it sends is a pure function of that position.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from elastic_trainer.actors.links import addresses, make_exchange, open_channels
 from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
+from elastic_trainer.data.info import describe
 from elastic_trainer.errors import DataError
 from elastic_trainer.transport.channel import Message, Tag
 from elastic_trainer.transport.exchange import Exchange
@@ -95,24 +97,20 @@ class Loader:
             channel.close()
 
     def _open(self, cursor: Cursor) -> Iterator[Batch]:
-        limit = self.config.train.num_epochs
-        if limit is not None and cursor.epoch >= limit:
-            return
-        stream = BatchStream(self.config, "train", update_batch_size(self.config), cursor)
-        for info, microbatches in stream:
-            yield info, microbatches
-            if limit is not None and info.end.epoch >= limit:
-                return
+        return BatchStream(
+            self.config,
+            "train",
+            update_batch_size(self.config),
+            cursor,
+            num_epochs=self.config.train.num_epochs,
+        )
 
     def _eval_batches(self) -> Iterator[Batch]:
+        if describe(self.config).num_eval_rows is None:
+            return iter(())
         size = self.config.train.global_batch_size
-        stream = BatchStream(self.config, "eval", size, Cursor())
-        for _, (info, microbatches) in zip(
-            range(self.config.train.eval_batches), stream, strict=False
-        ):
-            yield info, microbatches
-            if info.end.epoch >= 1:  # once through the held-out data is enough
-                return
+        stream = BatchStream(self.config, "eval", size, num_epochs=1)  # once through is enough
+        return islice(stream, self.config.train.eval_batches)
 
     def _send(self, kind: str, key: int, microbatches: Sequence[Fields]) -> None:
         assert self._exchange is not None, "configure comes first"

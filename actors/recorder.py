@@ -84,6 +84,7 @@ class Recorder:
         """A plan is put into force."""
         self.record.write_plan(plan)
         self.metrics.observe_plan(plan, self.config.train.max_steps)
+        self.record.write_status({"generation": plan.generation})
         self.event("plan", "; ".join(plan.reasons), generation=plan.generation)
 
     def segment(self, segment: Segment, reports: Sequence[StageReport], plan: Plan) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import ray
 import torch
 
-from elastic_trainer.actors.links import addresses, make_exchange, open_channels
+from elastic_trainer.actors.links import addresses, make_exchange, open_channels, own_ip
 from elastic_trainer.checkpoint.layers import BackgroundSaver, read_layer
 from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile
 from elastic_trainer.config import Config
@@ -50,7 +50,7 @@ class StageWorker:
             "device": self.device.type,
             "device_class": device_class(self.device),
             "memory_bytes": _memory_bytes(self.device),
-            "node_ip": ray.util.get_node_ip_address(),
+            "node_ip": own_ip(),
             "pid": os.getpid(),
             "layers": [spec.name for spec in self.model.layers],
             "ties": [(owner, follower) for owner, follower, *_ in ties(self.model)],

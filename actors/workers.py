@@ -52,7 +52,7 @@ class Crew:
         Raises:
             ClusterError: no room within `cluster.start_timeout_s`; says what is asked and there.
         """
-        wanted = bundles(self.config.cluster, ray.cluster_resources())
+        wanted = bundles(self.config.cluster, _resources()[0])
         self._room = Room(wanted)
         deadline = time.monotonic() + self.config.cluster.start_timeout_s
         while not self._room.ready(POLL_S):
@@ -89,7 +89,9 @@ class Crew:
 
     def dismiss(self, timeout_s: float) -> None:
         """Close what answers in time, kill everything, give the room back."""
-        members = [*self.stages.values(), *([self.loader] if self.loader else [])]
+        members: list[StageHandle | LoaderHandle] = list(self.stages.values())
+        if self.loader is not None:
+            members.append(self.loader)
         closing = [member.close() for member in members]
         deadline = time.monotonic() + timeout_s
         for pending in closing:
@@ -116,7 +118,7 @@ def _environment(threads: int) -> dict[str, str]:
 
 
 def _no_room(wanted: Sequence[Mapping[str, float]], waited_s: float) -> str:
-    total, free = ray.cluster_resources(), ray.available_resources()
+    total, free = _resources()
     kinds = sorted({kind for bundle in wanted for kind in bundle})
     asked = ", ".join(f"{kind} {sum(b.get(kind, 0) for b in wanted):g}" for kind in kinds)
     there = ", ".join(
@@ -126,3 +128,8 @@ def _no_room(wanted: Sequence[Mapping[str, float]], waited_s: float) -> str:
         f"the cluster has no room for {len(wanted)} workers after {waited_s:.0f} s: "
         f"asked for {asked}; there is {there}"
     )
+
+
+def _resources() -> tuple[dict[str, float], dict[str, float]]:
+    """Total and free resources of the cluster, as Ray counts them."""
+    return ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic_trainer.config import Config
-from elastic_trainer.models.layers import ModelSpec, build_layer
-from elastic_trainer.pipeline.stage import autocast
+from elastic_trainer.models.layers import ModelSpec, build_layer, first_input, layer_kwargs
 from elastic_trainer.transport.tree import flatten, unflatten
 from elastic_trainer.types import LayerProfile, Profile
 
@@ -32,22 +32,19 @@ def profile_layers(
         Seconds and bytes per layer. Layers alike in structure and input are measured once.
     """
     fields = {name: tensor.to(device) for name, tensor in sample.items()}
-    first = [fields[name] for name in model.input_fields]
-    value: Any = (
-        first[0] if len(first) == 1 else dict(zip(model.input_fields, first, strict=True))
-    )
+    value: Any = first_input(model, fields)
     known: dict[str, LayerProfile] = {}
     profiles = []
     last = len(model.layers) - 1
     for index, spec in enumerate(model.layers):
         module = build_layer(spec, config.train.seed, device)
-        extra = {name: fields[name] for name in spec.batch_fields}
+        extra = layer_kwargs(spec, fields)
         loss = model.loss if index == last else None
         measured = known.get(key := _signature(module, value, index == last))
         if measured is None:
             measured = known[key] = _measure(module, value, extra, loss, fields, config)
         profiles.append(replace(measured, name=spec.name))
-        with torch.no_grad(), autocast(config, device):
+        with torch.no_grad(), _autocast(config, device):
             value = module(value, **extra)
     return Profile(
         device_class=device_class(device),
@@ -78,7 +75,7 @@ def _measure(
         inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in leaves]
         with torch.autograd.graph.saved_tensors_hooks(_recorder(saved), lambda t: t):
             begin = _now(device)
-            with autocast(config, device):
+            with _autocast(config, device):
                 out = module(unflatten(spec, inputs), **extra)
                 _, outputs = flatten(out)
                 roots = [loss(out, fields)] if loss else outputs
@@ -101,6 +98,11 @@ def _measure(
         saved_bytes=max(saved_bytes, sum(t.numel() * t.element_size() for t in leaves)),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
     )
+
+
+def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.train.precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def _recorder(saved: dict[int, int]) -> Callable[[Tensor], Tensor]:

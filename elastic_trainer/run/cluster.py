@@ -58,7 +58,7 @@ def connected(config: Config) -> Iterator[str]:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise _explained(address, error) from error
     try:
-        yield str(context.address_info["gcs_address"])
+        yield str(context.address_info["gcs_address"])  # type: ignore[attr-defined]
     finally:
         ray.shutdown()
 

@@ -1,20 +1,19 @@
 """Start a run, watch it, end it: what stands behind `fit` and `elastic-trainer train`."""
 
+import json
 import signal
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from elastic_trainer.actors.handles import CoordinatorHandle, Pending
-from elastic_trainer.config import to_yaml
 from elastic_trainer.errors import ClusterError, WorkerLostError
-from elastic_trainer.observability.display import Display, choose_display
+from elastic_trainer.observability.display import Display, SilentDisplay, make_display
 from elastic_trainer.observability.record import METRICS_FILE
-from elastic_trainer.observability.runs import read_status
+from elastic_trainer.observability.runs import is_run, read_plan, read_status
 from elastic_trainer.run.cluster import add_working_folder, connected, worker_environment
 from elastic_trainer.run.prepare import Launch, Source, prepare
 from elastic_trainer.types import RunResult
@@ -65,11 +64,12 @@ def fit(
         resume=resume,
         fast_dev_run=fast_dev_run,
     )
-    shown = choose_display(display)
-    for note in launch.notes:
-        shown.message(note)
-    with shown, connected(launch.config):
-        return _run(launch, shown)
+    if isinstance(display, bool):
+        display = make_display() if display else SilentDisplay()
+    with closing(display), connected(launch.config):
+        for note in launch.notes:
+            display.event(note)
+        return _run(launch, display)
 
 
 def _run(launch: Launch, shown: Display) -> RunResult:
@@ -92,7 +92,7 @@ def _run(launch: Launch, shown: Display) -> RunResult:
                 if result is not None:
                     return result
     except Stopped:
-        shown.message("stopped at once; the newest checkpoint stays")
+        shown.event("stopped at once; the newest checkpoint stays")
         status = read_status(launch.run_dir)
         return RunResult(
             name=launch.name,
@@ -116,7 +116,7 @@ def _poll(running: Pending[RunResult]) -> RunResult | None:
 
 
 def _ask_to_stop(coordinator: CoordinatorHandle, shown: Display, name: str) -> None:
-    shown.message(f"{name}: stopping at the next commit point; once more to stop at once")
+    shown.event(f"{name}: stopping at the next commit point; once more to stop at once")
     coordinator.stop(f"{name} received")
 
 
@@ -147,22 +147,33 @@ class Watcher:
 
     def __init__(self, launch: Launch, shown: Display) -> None:
         self._run_dir, self._shown = launch.run_dir, shown
-        self._path = launch.run_dir / METRICS_FILE
         self._after = launch.update
-        self._offset = 0
+        self._offset: int | None = None
+        self._generation: int | None = None
 
     def update(self) -> None:
-        """Show the lines written since the last call, and the status."""
-        import json
+        """Show what was written since the last call."""
+        if not is_run(self._run_dir):
+            return
+        status = read_status(self._run_dir)
+        plan = read_plan(self._run_dir)
+        if plan and plan["generation"] == status.get("generation") != self._generation:
+            self._generation = plan["generation"]
+            self._shown.begin(status, plan)
+        self._shown.status(status)
+        for line in self._new_lines():
+            self._shown.update(line, status)
 
+    def _new_lines(self) -> Iterator[dict[str, Any]]:
+        if self._generation is None:
+            return
         try:
-            with open(self._path, encoding="utf-8") as file:
-                file.seek(self._offset)
+            with open(self._run_dir / METRICS_FILE, encoding="utf-8") as file:
+                file.seek(self._offset or 0)
                 while (text := file.readline()).endswith("\n"):
                     self._offset = file.tell()
                     line = json.loads(text)
                     if line["update"] > self._after:
-                        self._shown.update(line)
-        except OSError:
-            pass  # nothing has been written yet
-        self._shown.status(read_status(self._run_dir) if self._run_dir.exists() else {})
+                        yield line
+        except FileNotFoundError:
+            return  # no update has been committed yet

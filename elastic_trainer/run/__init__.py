@@ -1,0 +1,22 @@
+"""From a configuration to a finished run: launch, watch, control, and use of the results."""
+
+from elastic_trainer.run.control import runs, status, stop
+from elastic_trainer.run.launch import fit
+from elastic_trainer.run.planning import plan_command
+from elastic_trainer.run.results import checkpoints, evaluate, export, generate
+from elastic_trainer.run.train import train_command
+from elastic_trainer.types import RunResult
+
+__all__ = [
+    "RunResult",
+    "checkpoints",
+    "evaluate",
+    "export",
+    "fit",
+    "generate",
+    "plan_command",
+    "runs",
+    "status",
+    "stop",
+    "train_command",
+]

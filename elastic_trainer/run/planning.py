@@ -1,0 +1,46 @@
+"""`elastic-trainer plan`: what a run would do, without a cluster."""
+
+from collections.abc import Sequence
+
+import torch
+
+from elastic_trainer.actors.loader import update_batch_size
+from elastic_trainer.actors.planning import (
+    load_profile,
+    plan_for,
+    profile_key,
+    store_profile,
+)
+from elastic_trainer.config import Config
+from elastic_trainer.data.batches import BatchStream
+from elastic_trainer.models.registry import load_model, ties
+from elastic_trainer.pipeline.profiler import device_class, profile_layers
+from elastic_trainer.run.cluster import add_working_folder
+from elastic_trainer.run.prepare import Source, resolve_config
+from elastic_trainer.types import Plan
+
+
+def plan_command(
+    source: Source, overrides: Sequence[str], workers: int | None = None
+) -> tuple[Config, Plan]:
+    """Profile here (or take the cached profile) and plan, for workers like this machine.
+
+    Raises:
+        PlanError: no plan fits.
+    """
+    add_working_folder()
+    config = resolve_config(source, overrides, workers=workers)
+    model = load_model(config)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(config.numerics.threads_per_stage)
+    key = profile_key(config, device_class(device), model.names)
+    profile = load_profile(key)
+    if profile is None:
+        _, microbatches = next(BatchStream(config, "train", update_batch_size(config)))
+        sample = {name: torch.from_numpy(array) for name, array in microbatches[0].items()}
+        profile = profile_layers(model, config, sample, device)
+        store_profile(key, profile)
+    names = [f"stage-{i}" for i in range(config.cluster.num_workers)]
+    memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
+    description = {"memory_bytes": memory, "ties": [(t.owner, t.follower) for t in ties(model)]}
+    return config, plan_for(config, profile, names, 1, dict.fromkeys(names, description))

@@ -1,0 +1,150 @@
+"""`elastic-trainer train`: a run with its first and last words, dry runs and detached runs."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from elastic_trainer.config import load_config, to_yaml
+from elastic_trainer.data.info import describe
+from elastic_trainer.errors import ElasticTrainerError, RunError
+from elastic_trainer.observability.runs import is_run, read_status
+from elastic_trainer.run.launch import fit
+from elastic_trainer.run.planning import plan_command
+from elastic_trainer.run.prepare import Launch, prepare
+from elastic_trainer.run.results import generate
+from elastic_trainer.types import Plan, RunResult
+
+DETACH_S = 60.0  # a detached run that has not begun by then never will
+SAMPLE_PROMPT = "def "
+SAMPLE_TOKENS = 60
+
+
+def train_command(
+    config_path: str | None,
+    overrides: Sequence[str],
+    *,
+    workers: int | None = None,
+    address: str | None = None,
+    run_dir: str | None = None,
+    resume: str | None = None,
+    detach: bool = False,
+    dry_run: bool = False,
+    fast_dev_run: bool = False,
+) -> int:
+    """What the command does; returns its exit code.
+
+    Raises:
+        ElasticTrainerError: the run could not start.
+    """
+    console = Console(highlight=False)
+    if dry_run:
+        config, plan = plan_command(config_path, overrides, workers)
+        console.print(to_yaml(config), markup=False)
+        show_plan(console, plan)
+        console.print("Dry run: nothing was started.")
+        return 0
+    if detach:
+        launch = prepare(
+            config_path,
+            overrides,
+            workers=workers,
+            address=address,
+            run_dir=run_dir,
+            resume=resume,
+            fast_dev_run=fast_dev_run,
+        )
+        return _detach(console, launch, sys.argv[1:], run_dir is not None)
+    result = fit(
+        config_path,
+        *overrides,
+        workers=workers,
+        address=address,
+        run_dir=run_dir,
+        resume=resume,
+        fast_dev_run=fast_dev_run,
+    )
+    if result.status == "failed":
+        raise ElasticTrainerError(result.reason, f"Run folder: {result.run_dir}")
+    show_result(console, result)
+    return 0
+
+
+def show_plan(console: Console, plan: Plan) -> None:
+    """Stages, predictions and reasons."""
+    predicted = plan.predicted
+    console.print(
+        f"{plan.num_stages} stages, {plan.schedule}, {plan.num_microbatches} microbatches: "
+        f"predicted {predicted.step_s * 1000:.1f} ms a step, {predicted.bubble_ratio:.0%} idle"
+    )
+    for stage, busy, memory in zip(
+        plan.stages, predicted.stage_busy_s, predicted.stage_memory_bytes, strict=True
+    ):
+        names = plan.layers[stage.first : stage.stop]
+        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+        console.print(
+            f"  stage {stage.stage} on {stage.worker}: {span} ({len(names)} layers), "
+            f"{busy * 1000:.1f} ms busy, {memory / 2**20:.0f} MiB"
+        )
+    for reason in plan.reasons:
+        console.print(f"  - {escape(reason)}")
+
+
+def show_result(console: Console, result: RunResult) -> None:
+    """How the run ended, a sample of what the model says, and what to do next."""
+    console.print(f"\n[bold]{result.status}[/bold] at update {result.update}: {result.reason}")
+    if result.perplexity is not None:
+        console.print(
+            f"held-out loss {result.eval_loss:.4f}, perplexity [bold]{result.perplexity:.2f}[/bold]"
+        )
+    run = escape(result.run_dir)
+    if result.checkpoint is not None:
+        _show_sample(console, result)
+    console.print(f"run folder: {run}")
+    if result.status == "stopped":
+        console.print(
+            f"continue:   elastic-trainer train {run}/config.yaml --run-dir {run} --resume auto"
+        )
+    elif result.checkpoint is not None:
+        console.print(f"next:       elastic-trainer generate {run} --prompt 'import '")
+
+
+def _show_sample(console: Console, result: RunResult) -> None:
+    config = load_config(Path(result.run_dir) / "config.yaml")
+    if config.data.format != "text" or describe(config).tokenizer_path is None:
+        return
+    text = generate(result.run_dir, SAMPLE_PROMPT, max_tokens=SAMPLE_TOKENS)
+    console.print("sample of generated text:")
+    console.print("\n".join(f"  | {line}" for line in text.splitlines()), markup=False)
+
+
+def _detach(console: Console, launch: Launch, argv: Sequence[str], has_run_dir: bool) -> int:
+    """Start the same command in a session of its own, and see it begin."""
+    arguments = [a for a in argv if a != "--detach"]
+    if not has_run_dir:
+        arguments += ["--run-dir", str(launch.run_dir)]
+    launch.run_dir.mkdir(parents=True, exist_ok=True)
+    log = launch.run_dir / "trainer.log"
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "elastic_trainer.cli", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + DETACH_S
+    while not (is_run(launch.run_dir) and read_status(launch.run_dir)["alive"]):
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise RunError(f"the detached run did not start: {''.join(tail)}", f"See {log}.")
+        time.sleep(0.1)
+    name = escape(launch.run_dir.name)
+    console.print(f"run {name} goes on in the background (process {process.pid}), log {log}")
+    console.print(f"look:  elastic-trainer status {escape(str(launch.run_dir))}")
+    console.print(f"stop:  elastic-trainer stop {escape(str(launch.run_dir))}")
+    return 0
