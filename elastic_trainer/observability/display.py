@@ -4,7 +4,8 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from types import TracebackType
+from typing import Any, Self, TextIO
 
 from elastic_trainer.observability.progress import (
     Progress,
@@ -16,50 +17,60 @@ from elastic_trainer.observability.progress import (
 
 Clock = Callable[[], float]
 PLAIN_EVERY_S = 5.0
-TOLD_ONCE = ("state", "warning", "eval_loss", "checkpoint_update")  # a line for each new value
 
 
 class Display(ABC):
-    """What the trainer tells the user while it works.
+    """What the trainer tells the user while it works; a context that ends with the run.
 
     All calls come from one thread. Plans, statuses and lines are the plain dicts of the run folder
-    (`plan.json`, `status.json`, `metrics.jsonl`).
+    (`plan.json`, `status.json`, `metrics.jsonl`) and may be repeated.
     """
 
     @abstractmethod
-    def begin(self, status: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-        """The run has a plan; called again when it gets another."""
-
-    @abstractmethod
-    def update(self, line: Mapping[str, Any], status: Mapping[str, Any]) -> None:
-        """An update was committed; lines come in order."""
+    def plan(self, plan: Mapping[str, Any]) -> None:
+        """The run has a plan, or a newer one."""
 
     @abstractmethod
     def status(self, status: Mapping[str, Any]) -> None:
-        """Where the run stands, while no update comes: starting, stopping, a warning."""
+        """Where the run stands."""
 
     @abstractmethod
-    def event(self, message: str) -> None:
+    def update(self, line: Mapping[str, Any]) -> None:
+        """An update was committed; they come in order."""
+
+    @abstractmethod
+    def message(self, text: str) -> None:
         """Something worth a line of its own happened."""
 
     @abstractmethod
     def close(self) -> None:
         """The run is over, well or not; may be called twice."""
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
 
 class SilentDisplay(Display):
     """Shows nothing."""
 
-    def begin(self, status: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-        pass
-
-    def update(self, line: Mapping[str, Any], status: Mapping[str, Any]) -> None:
+    def plan(self, plan: Mapping[str, Any]) -> None:
         pass
 
     def status(self, status: Mapping[str, Any]) -> None:
         pass
 
-    def event(self, message: str) -> None:
+    def update(self, line: Mapping[str, Any]) -> None:
+        pass
+
+    def message(self, text: str) -> None:
         pass
 
     def close(self) -> None:
@@ -84,29 +95,30 @@ class PlainDisplay(Display):
         self._printed_update = 0
         self._told: dict[str, Any] = {}
 
-    def begin(self, status: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
-        self.status(status)
+    def plan(self, plan: Mapping[str, Any]) -> None:
+        if plan.get("generation") == self._told.get("generation"):
+            return
+        self._told["generation"] = plan.get("generation")
         self._progress.see_plan(plan)
         for index, stage in enumerate(self._progress.stages):
-            self.event(f"{stage['worker']}: {self._progress.stage_layers(index)}")
+            self.message(f"{stage['worker']}: {self._progress.stage_layers(index)}")
 
-    def update(self, line: Mapping[str, Any], status: Mapping[str, Any]) -> None:
-        self.status(status)
+    def status(self, status: Mapping[str, Any]) -> None:
+        self._progress.see_status(status, self._clock())
+        for key in ("state", "warning", "eval_loss", "checkpoint_update"):
+            if status.get(key) is not None and status[key] != self._told.get(key):
+                self._told[key] = status[key]
+                self.message(self._progress.sentence(key))
+
+    def update(self, line: Mapping[str, Any]) -> None:
         self._progress.see_line(line)
         now = self._clock()
         if self._printed_at is None or now - self._printed_at >= self._every_s:
             self._printed_at = now
             self._print_progress()
 
-    def status(self, status: Mapping[str, Any]) -> None:
-        self._progress.see_status(status, self._clock())
-        for key in TOLD_ONCE:
-            if status.get(key) is not None and status[key] != self._told.get(key):
-                self._told[key] = status[key]
-                self.event(self._progress.sentence(key))
-
-    def event(self, message: str) -> None:
-        self._stream.write(message + "\n")
+    def message(self, text: str) -> None:
+        self._stream.write(text + "\n")
         self._stream.flush()
 
     def close(self) -> None:
@@ -129,11 +141,15 @@ class PlainDisplay(Display):
             parts.append("busy " + " ".join(f"{100 * busy_share(share):.0f}%" for share in shares))
         if progress.eta_s is not None:
             parts.append(f"ETA {format_duration(progress.eta_s)}")
-        self.event("  ".join(parts))
+        self.message("  ".join(parts))
 
 
-def make_display(stream: TextIO | None = None) -> Display:
-    """The display that suits the stream (standard output by default)."""
+def choose_display(display: Display | bool = True, stream: TextIO | None = None) -> Display:
+    """The display itself, or the one that suits the stream (standard output by default)."""
+    if isinstance(display, Display):
+        return display
+    if not display:
+        return SilentDisplay()
     stream = stream or sys.stdout
     if not stream.isatty():
         return PlainDisplay(stream)

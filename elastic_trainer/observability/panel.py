@@ -46,20 +46,19 @@ class RichDisplay(Display):
         self._progress = Progress()
         self._live: Live | None = None
 
-    def begin(self, status: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+    def plan(self, plan: Mapping[str, Any]) -> None:
         self._progress.see_plan(plan)
-        self.status(status)
-
-    def update(self, line: Mapping[str, Any], status: Mapping[str, Any]) -> None:
-        self._progress.see_line(line)
-        self.status(status)
 
     def status(self, status: Mapping[str, Any]) -> None:
         self._progress.see_status(status, self._clock())
         self._show()
 
-    def event(self, message: str) -> None:
-        self._console.print(Text(message, style="dim"))
+    def update(self, line: Mapping[str, Any]) -> None:
+        self._progress.see_line(line)
+        self._show()
+
+    def message(self, text: str) -> None:
+        self._console.print(Text(text, style="dim"))
 
     def close(self) -> None:
         if self._live is not None:

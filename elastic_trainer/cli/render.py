@@ -1,0 +1,170 @@
+"""What commands print: a table for people, or JSON for programs."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from elastic_trainer.observability.progress import format_duration, format_number
+from elastic_trainer.observability.record import dump_json
+from elastic_trainer.types import CheckpointInfo, Plan, to_jsonable
+
+if TYPE_CHECKING:
+    from elastic_trainer.data.make_dataset import DatasetInfo
+
+
+def plan(made: Plan, as_json: bool) -> None:
+    """Stages, predictions and reasons."""
+    if as_json:
+        typer.echo(dump_json(to_jsonable(made), indent=2))
+        return
+    predicted = made.predicted
+    typer.echo(
+        f"{made.num_stages} stages, {made.schedule}, {made.num_microbatches} microbatches a batch: "
+        f"predicted {1000 * predicted.step_s:.1f} ms a step, {predicted.bubble_ratio:.0%} idle"
+    )
+    rows = [
+        [
+            str(stage.stage),
+            stage.worker,
+            _span(made.layers[stage.first : stage.stop]),
+            f"{1000 * busy:.1f} ms",
+            format_bytes(memory),
+        ]
+        for stage, busy, memory in zip(
+            made.stages, predicted.stage_busy_s, predicted.stage_memory_bytes, strict=True
+        )
+    ]
+    _table(["stage", "worker", "layers", "busy a step", "memory"], rows)
+    for reason in made.reasons:
+        typer.echo(f"- {reason}")
+
+
+def dataset(info: "DatasetInfo") -> None:
+    """What was made, and what to do with it."""
+    verb = "Kept" if info.reused else "Made"
+    typer.echo(
+        f"{verb} {info.path}: {info.num_rows} documents to train on, {info.num_eval_rows} held "
+        f"out, {info.num_chars / 1e6:.1f} million characters, vocabulary {info.vocab_size}"
+    )
+    typer.echo(f"Train on it: elastic-trainer train gpt data.path={info.path}")
+
+
+def status(story: Mapping[str, Any], as_json: bool) -> None:
+    """Where a run stands, and what happened last."""
+    if as_json:
+        typer.echo(dump_json(story, indent=2))
+        return
+    total = f" of {story['total_updates']}" if story.get("total_updates") else ""
+    reason = f": {story['reason']}" if story.get("reason") else ""
+    typer.echo(f"{story['name']}: {story['state']}{reason}")
+    facts = {
+        "update": f"{story['update']}{total}",
+        "loss": format_number(story.get("loss")),
+        "tokens/s": format_number(story.get("tokens_per_s"), 3),
+        "held-out loss": format_number(story.get("eval_loss")),
+        "perplexity": format_number(story.get("perplexity")),
+        "checkpoint": story.get("checkpoint") or "–",
+        "metrics": _metrics_url(story),
+        "warning": story.get("warning") or "–",
+        "folder": story["run_dir"],
+    }
+    stages = story["plan"].get("stages", ())
+    layers = story["plan"].get("layers", ())
+    for stage in stages:
+        span = _span(layers[stage["first"] : stage["stop"]])
+        facts[f"stage {stage['stage']}"] = f"{stage['worker']}: {span}"
+    width = max(map(len, facts)) + 1
+    for name, value in facts.items():
+        if value != "–":
+            typer.echo(f"  {name:{width}}{value}")
+    for event in story["events"]:
+        typer.echo(f"  {_time(event['time'])}  {event['message']}")
+
+
+def runs(found: Sequence[Mapping[str, Any]], storage: Path, as_json: bool) -> None:
+    """One line per run."""
+    if as_json:
+        typer.echo(dump_json(found, indent=2))
+        return
+    if not found:
+        typer.echo(f"No runs in {storage.absolute()}.")
+        return
+    rows = [
+        [
+            run["name"],
+            run["state"],
+            f"{run['update']}" + (f"/{run['total_updates']}" if run.get("total_updates") else ""),
+            format_number(run.get("loss")),
+            format_number(run.get("perplexity")),
+            _age(run),
+        ]
+        for run in found
+    ]
+    _table(["run", "state", "update", "loss", "perplexity", "ran for"], rows)
+
+
+def checkpoints(found: Sequence[CheckpointInfo], as_json: bool) -> None:
+    """One line per checkpoint."""
+    if as_json:
+        typer.echo(dump_json([to_jsonable(info) for info in found], indent=2))
+        return
+    if not found:
+        typer.echo("No complete checkpoint.")
+        return
+    rows = [
+        [str(info.update), _time(info.created_at), format_bytes(info.num_bytes), info.path]
+        for info in found
+    ]
+    _table(["update", "written", "size", "path"], rows)
+
+
+def evaluation(measured: Mapping[str, Any], as_json: bool) -> None:
+    """Loss and perplexity."""
+    if as_json:
+        typer.echo(dump_json(measured, indent=2))
+        return
+    typer.echo(
+        f"{measured['run']} at update {measured['update']}: held-out loss {measured['loss']:.4f}, "
+        f"perplexity {measured['perplexity']:.2f} over {measured['tokens']} tokens"
+    )
+
+
+def format_bytes(value: float) -> str:
+    """Bytes with a binary unit."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Columns as wide as their widest cell: fit to be cut by other programs, unlike a box."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    for row in (head, *rows):
+        cells = [f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)]
+        typer.echo("  ".join(cells).rstrip())
+
+
+def _span(names: Sequence[str]) -> str:
+    if len(names) < 2:
+        return "".join(names)
+    return f"{names[0]} … {names[-1]} ({len(names)})"
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _age(run: Mapping[str, Any]) -> str:
+    started, updated = run.get("started_at"), run.get("updated_at")
+    return format_duration(updated - started if started and updated else None)
+
+
+def _metrics_url(story: Mapping[str, Any]) -> str:
+    address = story.get("metrics_address")
+    return f"http://{address}/metrics" if address and story["alive"] else "–"
