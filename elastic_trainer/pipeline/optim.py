@@ -1,0 +1,75 @@
+"""Optimizers: torch.optim unchanged, and access to its state by parameter."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from elastic_trainer.config import OptimConfig
+from elastic_trainer.errors import ConfigError
+
+# State that torch keeps as one number per parameter, on the host unless the optimizer is fused.
+_SCALAR_STATE = frozenset({"step", "mu_product"})
+
+
+def build_optimizer(
+    params: Sequence[nn.Parameter], config: OptimConfig
+) -> torch.optim.Optimizer | None:
+    """The optimizer over `params`; None for a stage without parameters of its own."""
+    if not params:
+        return None
+    lr, decay = config.learning_rate, config.weight_decay
+    betas = (config.beta1, config.beta2)
+    if config.name == "adamw":
+        return torch.optim.AdamW(
+            params, lr=lr, betas=betas, eps=config.eps, weight_decay=decay, fused=_can_fuse(params)
+        )
+    if config.name == "sgd":
+        return torch.optim.SGD(
+            params, lr=lr, momentum=config.beta1, weight_decay=decay, fused=_can_fuse(params)
+        )
+    if config.name == "nadam":
+        return torch.optim.NAdam(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=config.eps,
+            weight_decay=decay,
+            momentum_decay=config.momentum_decay,
+            decoupled_weight_decay=True,
+        )
+    raise ConfigError(
+        f"optim.name {config.name!r} is not known", "Choose one of adamw, sgd or nadam."
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use `lr` from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def export_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[str, Tensor]:
+    """Live references to the optimizer's tensors of one parameter; empty before its first step."""
+    return {key: value for key, value in optimizer.state[param].items() if torch.is_tensor(value)}
+
+
+def import_state(
+    optimizer: torch.optim.Optimizer, param: nn.Parameter, state: Mapping[str, Tensor]
+) -> None:
+    """Replace the optimizer's tensors of one parameter by copies of `state`."""
+    optimizer.state.pop(param, None)
+    if not state:
+        return
+    fused = bool(optimizer.param_groups[0].get("fused"))
+    own: dict[str, Tensor] = {}
+    for key, value in state.items():
+        on_host = key in _SCALAR_STATE and not fused
+        device = torch.device("cpu") if on_host else param.device
+        own[key] = value.detach().to(device, copy=True)
+    optimizer.state[param] = own
+
+
+def _can_fuse(params: Sequence[nn.Parameter]) -> bool:
+    """Torch's fused kernels take floating-point parameters on CPU and CUDA."""
+    return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in params)
