@@ -7,11 +7,16 @@ from typing import Any
 
 from elastic_trainer.errors import ModelError
 
+LONGEST_LIST = 12
+
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """` (nearest: …)`, or what is known when nothing is near."""
-    close = difflib.get_close_matches(name, known, n=1)
-    return f"nearest: {close[0]}" if close else f"known: {', '.join(sorted(known)) or 'none'}"
+    """`nearest: …`, or what is known when nothing is near and the list is short."""
+    if close := difflib.get_close_matches(name, known, n=1):
+        return f"nearest: {close[0]}"
+    if len(known) > LONGEST_LIST:
+        return f"nothing like it among {len(known)} known"
+    return f"known: {', '.join(sorted(known)) or 'none'}"
 
 
 def check_arguments(what: str, function: Callable[..., Any], args: Mapping[str, Any]) -> None:

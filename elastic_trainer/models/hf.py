@@ -25,6 +25,9 @@ from elastic_trainer.models.hf_weights import FolderWeights
 from elastic_trainer.models.layers import HuggingFaceLayout, LayerSpec, ModelSpec
 from elastic_trainer.models.losses import cross_entropy
 
+# Settings that published config.json files carry and transformers translates.
+OLD_NAMES = ("rope_theta", "rope_scaling", "torch_dtype")
+
 
 class PlannedLayer(nn.Module):
     """One decoder layer inside an otherwise empty base model."""
@@ -348,7 +351,7 @@ def _from_dict(transformers: Any, config: Mapping[str, Any]) -> Any:
         )
     fields = transformers.AutoConfig.for_model(kind)
     for name in settings:
-        if not hasattr(fields, name):
+        if not hasattr(fields, name) and name not in OLD_NAMES:
             raise ModelError(
                 f"hf: {kind!r} has no setting {name!r} ({nearest(name, list(fields.to_dict()))})",
                 "Correct model.args.config",
