@@ -4,14 +4,14 @@ import json
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from elastic_trainer.actors.handles import CoordinatorHandle, Pending
 from elastic_trainer.errors import ClusterError, WorkerLostError
-from elastic_trainer.observability.display import Display, SilentDisplay, make_display
+from elastic_trainer.observability.display import Display, choose_display
 from elastic_trainer.observability.record import METRICS_FILE
 from elastic_trainer.observability.runs import is_run, read_plan, read_status
 from elastic_trainer.run.cluster import add_working_folder, connected, worker_environment
@@ -64,12 +64,10 @@ def fit(
         resume=resume,
         fast_dev_run=fast_dev_run,
     )
-    if isinstance(display, bool):
-        display = make_display() if display else SilentDisplay()
-    with closing(display), connected(launch.config):
+    with choose_display(display) as shown, connected(launch.config):
         for note in launch.notes:
-            display.event(note)
-        return _run(launch, display)
+            shown.message(note)
+        return _run(launch, shown)
 
 
 def _run(launch: Launch, shown: Display) -> RunResult:
@@ -92,7 +90,7 @@ def _run(launch: Launch, shown: Display) -> RunResult:
                 if result is not None:
                     return result
     except Stopped:
-        shown.event("stopped at once; the newest checkpoint stays")
+        shown.message("stopped at once; the newest checkpoint stays")
         status = read_status(launch.run_dir)
         return RunResult(
             name=launch.name,
@@ -116,7 +114,7 @@ def _poll(running: Pending[RunResult]) -> RunResult | None:
 
 
 def _ask_to_stop(coordinator: CoordinatorHandle, shown: Display, name: str) -> None:
-    shown.event(f"{name}: stopping at the next commit point; once more to stop at once")
+    shown.message(f"{name}: stopping at the next commit point; once more to stop at once")
     coordinator.stop(f"{name} received")
 
 
@@ -159,10 +157,10 @@ class Watcher:
         plan = read_plan(self._run_dir)
         if plan and plan["generation"] == status.get("generation") != self._generation:
             self._generation = plan["generation"]
-            self._shown.begin(status, plan)
+            self._shown.plan(plan)
         self._shown.status(status)
         for line in self._new_lines():
-            self._shown.update(line, status)
+            self._shown.update(line)
 
     def _new_lines(self) -> Iterator[dict[str, Any]]:
         if self._generation is None:
