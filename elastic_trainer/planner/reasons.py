@@ -85,9 +85,10 @@ def _runner_up(choice: Choice) -> str:
     if choice.second is None:
         return f"predicted step {format_seconds(step_s)}; no other cut was worth comparing"
     other_s = choice.second.predicted.step_s
+    slower = round(other_s / step_s - 1, 3) + 0.0 if step_s else 0.0  # + 0.0: never "-0.0%"
     return (
         f"predicted step {format_seconds(step_s)}; runner-up: cuts {list(choice.second.cuts)} with "
-        f"{format_seconds(other_s)} ({(other_s / step_s - 1) if step_s else 0.0:+.1%})"
+        f"{format_seconds(other_s)} ({slower:+.1%})"
     )
 
 

@@ -1,0 +1,164 @@
+"""The simulator against closed forms."""
+
+import itertools
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic_trainer.errors import ScheduleError
+from elastic_trainer.planner.simulate import simulate
+from elastic_trainer.schedule.actions import Action, Kind
+from elastic_trainer.schedule.build import build, forward_only
+
+SECONDS = {Kind.F: 1.0, Kind.B: 2.0}
+
+
+def plain(action: Action) -> float:
+    """Forward 1 s, backward 2 s, nothing else takes time."""
+    return SECONDS.get(action.kind, 0.0)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_equal_stages_take_the_closed_form(name: str) -> None:
+    """(M+P-1)(tf+tb), exactly: small whole numbers add without rounding."""
+    for num_stages, count in itertools.product(range(1, 9), repeat=2):
+        timeline = simulate(build(name, num_stages, [count]), plain)
+        assert timeline.makespan_s == (count + num_stages - 1) * 3.0
+        assert timeline.busy_s == (count * 3.0,) * num_stages
+        idle = (num_stages - 1) / (count + num_stages - 1)
+        assert timeline.bubble_ratio == pytest.approx(idle, abs=1e-12)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.floats(0.01, 10), st.floats(0.01, 10))
+def test_the_closed_form_for_any_durations(p: int, m: int, tf: float, tb: float) -> None:
+    timeline = simulate(build("1f1b", p, [m]), lambda a: {Kind.F: tf, Kind.B: tb}.get(a.kind, 0.0))
+    assert timeline.makespan_s == pytest.approx((m + p - 1) * (tf + tb), rel=1e-12)
+
+
+@pytest.mark.parametrize("num_stages", range(1, 9))
+def test_an_asynchronous_segment_fills_and_drains_once(num_stages: int) -> None:
+    for count in (1, 5, 40):
+        lists = build("async_1f1b", num_stages, [1] * count)
+        assert simulate(lists, plain).makespan_s == (count + num_stages - 1) * 3.0
+
+
+def test_batches_do_not_overlap_when_synchronous() -> None:
+    assert simulate(build("1f1b", 4, [8] * 3), plain).makespan_s == 3 * 11 * 3.0
+
+
+def test_asynchronous_gains_what_the_bubble_cost() -> None:
+    """P=4, 8 microbatches: 11/8 in the limit."""
+    synchronous = simulate(build("1f1b", 4, [8] * 100), plain).makespan_s
+    asynchronous = simulate(build("async_1f1b", 4, [1] * 800), plain).makespan_s
+    assert synchronous / asynchronous == pytest.approx(11 / 8 * 800 / 803, rel=1e-12)
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    speed = (1.0, 3.0, 2.0)
+
+    def duration(action: Action) -> float:
+        return plain(action) * speed[action.stage]
+
+    shorter = simulate(build("async_1f1b", 3, [1] * 50), duration).makespan_s
+    longer = simulate(build("async_1f1b", 3, [1] * 60), duration).makespan_s
+    assert longer - shorter == 10 * 9.0
+
+
+def test_links_of_one_second_cost_1f1b_every_hop() -> None:
+    """Known value for P=4, M=32, tf=1, tb=2 and one second per transfer."""
+    assert simulate(build("1f1b", 4, [32]), plain, lambda send: 1.0).makespan_s == 157.0
+
+
+def test_a_link_delays_the_message_not_the_sender() -> None:
+    timeline = simulate(build("1f1b", 2, [1]), plain, lambda send: 5.0)
+    starts = {
+        str(action): start
+        for actions, row in zip(build("1f1b", 2, [1]), timeline.start_s, strict=True)
+        for action, start in zip(actions, row, strict=True)
+    }
+    assert starts["0RECV_B0"] == 1.0
+    assert starts["1F0"] == 6.0
+    assert starts["0B0"] == 1.0 + 5.0 + 3.0 + 5.0
+    assert timeline.makespan_s == 16.0
+
+
+def test_sending_itself_may_keep_a_stage_busy() -> None:
+    def duration(action: Action) -> float:
+        return 0.5 if action.kind in (Kind.SEND_F, Kind.SEND_B) else plain(action)
+
+    timeline = simulate(build("1f1b", 2, [1]), duration)
+    assert timeline.makespan_s == 1 + 0.5 + 3 + 0.5 + 2
+    assert timeline.busy_s == (3.5, 3.5)
+
+
+def test_a_reduction_waits_for_the_last_stage() -> None:
+    def duration(action: Action) -> float:
+        return 4.0 if action.kind is Kind.REDUCE else plain(action)
+
+    lists = build("1f1b", 3, [1, 1], ties=[(0, 2)], reduce=True)
+    timeline = simulate(lists, duration)
+    assert timeline.makespan_s == 2 * (3 * 3.0 + 4.0)
+    reduces = [
+        (timeline.start_s[s][i], timeline.end_s[s][i])
+        for s, actions in enumerate(lists)
+        for i, action in enumerate(actions)
+        if str(action).endswith("REDUCE0")
+    ]
+    assert reduces == [(9.0, 13.0)] * 3
+
+
+def test_tied_weights_make_owner_and_follower_wait_for_each_other() -> None:
+    def duration(action: Action) -> float:
+        return 1.0 if action.kind is Kind.OPT and action.stage == 0 else plain(action)
+
+    lists = build("1f1b", 2, [1], ties=[(0, 1)])
+
+    def slow_gradient(send: Action) -> float:
+        return 10.0 if send.kind is Kind.SEND_G else 0.0
+
+    timeline = simulate(lists, duration, slow_gradient)
+    assert timeline.start_s[0][[str(a) for a in lists[0]].index("0OPT0")] == 14.0
+    assert timeline.end_s[1][-1] == 15.0
+
+
+def test_each_action_has_a_start_and_an_end_in_order() -> None:
+    lists = build("async_1f1b", 4, [1] * 20, ties=[(0, 3)])
+    timeline = simulate(lists, plain, lambda send: 0.25)
+    for actions, starts, ends in zip(lists, timeline.start_s, timeline.end_s, strict=True):
+        assert len(actions) == len(starts) == len(ends)
+        assert all(a <= b for a, b in zip(starts, ends, strict=True))
+        assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))
+
+
+@pytest.mark.parametrize(("name", "peak"), [("gpipe", (6,) * 4), ("1f1b", (4, 3, 2, 1))])
+def test_live_activations(name: str, peak: tuple[int, ...]) -> None:
+    assert simulate(build(name, 4, [6]), plain).peak_live == peak
+
+
+def test_evaluation_and_nothing_at_all() -> None:
+    assert simulate(forward_only(3, 4), plain).makespan_s == 6.0
+    nothing = simulate(((), ()), plain)
+    assert (nothing.makespan_s, nothing.bubble_ratio) == (0.0, 0.0)
+
+
+def test_a_list_that_waits_for_ever_is_shown() -> None:
+    first, second = build("1f1b", 2, [2])
+    with pytest.raises(ScheduleError, match=r"stuck at 0B1(?s:.*)0B1 <-- HERE"):
+        simulate((first, second[:-2]), plain)
+
+
+def test_time_grows_linearly_with_the_segment() -> None:
+    """Ten times the actions may not cost anything like a hundred times the time."""
+
+    def seconds(count: int) -> float:
+        lists = build("async_1f1b", 8, [1] * count)
+        samples = []
+        for _ in range(3):
+            begin = time.process_time()
+            simulate(lists, plain)
+            samples.append(time.process_time() - begin)
+        return min(samples)
+
+    assert seconds(1000) < 40 * seconds(100)
