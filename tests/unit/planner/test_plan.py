@@ -98,7 +98,7 @@ def test_reasons_name_the_runner_up_and_its_step() -> None:
         "2 stages, one per worker",
         "cuts before layers [2], balanced so that the slowest stage is as fast as can be: stage 1 "
         "is the slowest with 938 ms per microbatch, the mean is 844 ms",
-        "predicted step 8.25 s; runner-up: cuts [3] with 9.56 s (+15.9%)",
+        "predicted step 8.25 s; runner-up: cuts [3] with 9.19 s (+11.4%)",
         "1f1b with 8 microbatches per batch: stages idle 18.2% of the time",
         "stage 0 on stage-0 needs the most memory: 840 B, no limit known",
     )
