@@ -89,10 +89,9 @@ class StageHandle:
 
         self.worker = worker
         options = _resource_options(resources)
-        actor = ray.remote(StageWorker)
+        actor = ray.remote(concurrency_groups={"compute": 1, "control": 2})(StageWorker)
         self._actor: Any = actor.options(
             max_restarts=0,
-            concurrency_groups={"compute": 1, "control": 2},
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=bundle
             ),
@@ -205,13 +204,12 @@ class CoordinatorHandle:
         from elastic_trainer.actors.coordinator import Coordinator
 
         actor = (
-            ray.remote(Coordinator)
+            ray.remote(concurrency_groups={"main": 1, "control": 4})(Coordinator)
             .options(
                 name=actor_name(run_dir),
                 namespace=NAMESPACE,
                 lifetime="detached" if detached else None,
                 num_cpus=0,
-                concurrency_groups={"main": 1, "control": 4},
                 scheduling_strategy=_this_node(),
                 runtime_env={"env_vars": dict(env)},
             )

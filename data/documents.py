@@ -110,19 +110,12 @@ class PackedSamples:
     """Samples of `sequence_length` tokens, packed from documents in the order of the epoch."""
 
     def __init__(
-        self,
-        documents: Documents,
-        order: RowOrder,
-        *,
-        length: int,
-        separator: int,
-        cache_bytes: int = CACHE_BYTES,
+        self, documents: Documents, order: RowOrder, *, length: int, separator: int
     ) -> None:
         self._documents = documents
         self._order = order
         self._length = length
         self._separator = separator
-        self._cache_bytes = cache_bytes
         self._cached_bytes = 0
         self._cache: OrderedDict[int, Tokens] = OrderedDict()
 
@@ -163,7 +156,7 @@ class PackedSamples:
         for key, tokens in loaded.items():
             self._cache[key] = tokens
             self._cached_bytes += tokens.nbytes
-        while self._cached_bytes > self._cache_bytes and self._cache:
+        while self._cached_bytes > CACHE_BYTES and self._cache:
             _, dropped = self._cache.popitem(last=False)
             self._cached_bytes -= dropped.nbytes
         return loaded[row]

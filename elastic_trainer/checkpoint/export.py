@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from elastic_trainer.checkpoint.layers import read_layer
@@ -18,7 +17,8 @@ from elastic_trainer.models.layers import HuggingFaceLayout, LayerSpec, ModelSpe
 from elastic_trainer.models.registry import load_model
 
 TOKENIZER = "tokenizer.json"
-END_OF_TEXT = "<|endoftext|>"
+# How common tokenizers call the end of a document, the most specific first.
+END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 
 
 def export_hf(
@@ -79,61 +79,56 @@ def _check_layers(spec: ModelSpec, manifest: Manifest) -> None:
 def _exported(
     spec: LayerSpec, layout: HuggingFaceLayout, state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """One layer's parameters and lasting buffers under Hugging Face's names; no tied copies."""
-    has_buffers = any(key.startswith("buffer/") for key in state)
-    lasting = _lasting_buffers(spec) if has_buffers else set()
+    """One layer's parameters and buffers under Hugging Face's names, without copies of tied ones."""
     exported = {}
     for key, tensor in state.items():
         kind, _, name = key.partition("/")
-        if (kind == "param" and name not in spec.tied) or (kind == "buffer" and name in lasting):
+        if kind in ("param", "buffer") and name not in spec.tied:
             hf_name, value = layout.convert(spec.name, name, tensor)
             exported[hf_name] = value
     return exported
-
-
-def _lasting_buffers(spec: LayerSpec) -> set[str]:
-    """Buffers that belong to the saved state; others, like rotary tables, are made anew."""
-    with torch.device("meta"):
-        module = spec.build()
-    return set(module.state_dict()) - {name for name, _ in module.named_parameters()}
 
 
 def _write_tokenizer(
     target: Storage, config: Config, given: str | Path | None, max_positions: int | None
 ) -> dict[str, Any]:
     """Copy the tokenizer and describe it; return the token ids that belong in `config.json`."""
-    source = Storage(given or config.data.tokenizer or _beside(config.data.path))
-    content = _read_if_there(source)
+    content = _tokenizer(config, given)
     if content is None:
-        if given or config.data.tokenizer:
-            raise CheckpointError(
-                f"there is no tokenizer {source.label()}",
-                "Set data.tokenizer to a tokenizer.json",
-            )
         return {}
     described: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
     if max_positions is not None:
         described["model_max_length"] = max_positions
     added = {token["content"]: token["id"] for token in json.loads(content)["added_tokens"]}
+    end = next((name for name in END_NAMES if name in added), None)
     ids = {}
-    if END_OF_TEXT in added:
-        described |= {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
-        ids = {"bos_token_id": added[END_OF_TEXT], "eos_token_id": added[END_OF_TEXT]}
+    if end is not None:
+        # Documents are told apart by their end alone, so it is also what precedes a first token.
+        described |= {"bos_token": end, "eos_token": end}
+        ids = {"bos_token_id": added[end], "eos_token_id": added[end]}
     target.write(TOKENIZER, [content])
     target.write("tokenizer_config.json", [_json(described)])
     return ids
 
 
-def _beside(data_path: str) -> str:
-    """Where a dataset keeps its tokenizer: in its folder."""
-    base, mark, query = data_path.partition("?")
-    folder = base.rpartition("/")[0] or "." if base.endswith(".parquet") else base.rstrip("/")
-    return f"{folder}/{TOKENIZER}{mark}{query}"
-
-
-def _read_if_there(source: Storage) -> bytes | None:
+def _tokenizer(config: Config, given: str | Path | None) -> bytes | None:
+    """The tokenizer asked for, which must exist, or the dataset's, if it has one."""
+    asked = given or config.data.tokenizer
+    if asked is None and config.data.format == "synthetic":
+        return None
+    base, mark, query = str(asked or config.data.path).partition("?")
+    base = base.rstrip("/")
+    folder = base.rpartition("/")[0] or "." if base.endswith(".parquet") else base
+    path = base if base.endswith(".json") else f"{folder}/{TOKENIZER}"
+    source = Storage(path + mark + query)
     with storage_errors(f"cannot read {source.label()}"):
-        return source.read("") if source.exists("") else None
+        if source.exists(""):
+            return source.read("")
+    if asked is None:
+        return None
+    raise CheckpointError(
+        f"there is no tokenizer {asked}", "Set data.tokenizer to a tokenizer.json"
+    )
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

@@ -6,12 +6,14 @@ name and a rename; object stores publish an object only when its upload closes.
 
 import errno
 import os
+import threading
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from pyarrow import ArrowException, fs
 
@@ -20,6 +22,11 @@ from elastic_trainer.errors import CheckpointError
 # Folders do not exist on these; making one would leave a marker object behind.
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 TEMPORARY_MARK = ".writing-"
+REMOTE_TIMEOUT_S = 60.0
+SLOWEST_BYTES_PER_S = 1e6
+
+T = TypeVar("T")
+Buffer = bytes | bytearray | memoryview
 
 
 @contextmanager
@@ -54,53 +61,53 @@ class Entry:
 class Storage:
     """Files below one root. Names are relative and use `/`; the empty name is the root itself.
 
-    Methods raise OSError as pyarrow does.
+    Methods raise OSError as pyarrow does; a remote place that does not answer is a TimeoutError.
 
     Args:
         root: local path, or a URI that `pyarrow.fs.FileSystem.from_uri` understands, with the
             filesystem's options in its query.
+        timeout_s: limit on one call to a remote place; data gets a second per megabyte more.
     """
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, timeout_s: float = REMOTE_TIMEOUT_S) -> None:
         text = str(root)
+        self._timeout_s = timeout_s
         self._query = ""
-        if "://" in text:
-            with storage_errors(f"cannot use {text.partition('?')[0]} as storage"):
-                self._fs, path = fs.FileSystem.from_uri(text)
+        self._is_local = "://" not in text
+        if self._is_local:
+            self._fs: fs.FileSystem = fs.LocalFileSystem()
+            self._root = self._display = os.path.abspath(os.path.expanduser(text))
+        else:
             base, mark, query = text.partition("?")
+            with storage_errors(f"cannot use {base} as storage"):
+                self._fs, path = self._call(lambda: fs.FileSystem.from_uri(text))
             self._root, self._display = path.rstrip("/"), base.rstrip("/")
             self._query = mark + query
-        else:
-            self._fs = fs.LocalFileSystem()
-            self._root = self._display = os.path.abspath(os.path.expanduser(text))
-        self._is_local = isinstance(self._fs, fs.LocalFileSystem)
+            self._is_local = isinstance(self._fs, fs.LocalFileSystem)
         self._has_folders = self._fs.type_name not in _OBJECT_STORES
 
     def address(self, name: str = "") -> str:
         """Path or URI of `name`, good for another `Storage`."""
-        path = f"{self._display}/{name}" if name else self._display
-        return path + self._query
+        return self.label(name) + self._query
 
     def label(self, name: str = "") -> str:
         """`address` for people: without the options, which may hold credentials."""
         return f"{self._display}/{name}" if name else self._display
 
-    def write(self, name: str, chunks: Iterable[Any]) -> None:
+    def write(self, name: str, chunks: Sequence[Buffer]) -> None:
         """Write a file whole, making its folder. On failure nothing is left under `name`."""
         path = self._path(name)
-        if self._has_folders:
-            self._fs.create_dir(os.path.dirname(path), recursive=True)
-        if not self._is_local:
-            with self._fs.open_output_stream(path) as stream:
-                for chunk in chunks:
-                    stream.write(chunk)
-            return
+        if self._is_local:
+            self._write_local(path, chunks)
+        else:
+            num_bytes = sum(len(chunk) for chunk in chunks)
+            self._call(lambda: self._write(path, path, chunks), num_bytes)
+
+    def _write_local(self, path: str, chunks: Sequence[Buffer]) -> None:
         # Two writers of one name (an old generation's and the new one's) must not share a file.
         temporary = f"{path}{TEMPORARY_MARK}{uuid.uuid4().hex}"
         try:
-            with self._fs.open_output_stream(temporary) as stream:
-                for chunk in chunks:
-                    stream.write(chunk)
+            self._write(path, temporary, chunks)
             _sync(temporary)
             os.replace(temporary, path)
         except BaseException:
@@ -109,12 +116,22 @@ class Storage:
             raise
         _sync(os.path.dirname(path))
 
+    def _write(self, path: str, target: str, chunks: Sequence[Buffer]) -> None:
+        if self._has_folders:
+            self._fs.create_dir(os.path.dirname(path), recursive=True)
+        with self._fs.open_output_stream(target) as stream:
+            for chunk in chunks:
+                stream.write(chunk)
+
     def read(self, name: str) -> bytes:
         """The whole content of a file."""
-        with self._fs.open_input_file(self._path(name)) as stream:
-            content = stream.read()
-        assert isinstance(content, bytes)
-        return content
+
+        def read() -> bytes:
+            with self._fs.open_input_file(path) as stream:
+                return bytes(stream.read())
+
+        path = self._path(name)
+        return self._call(read, 0 if self._is_local else self.num_bytes(name) or 0)
 
     def exists(self, name: str) -> bool:
         """Whether there is a file of this name."""
@@ -122,13 +139,13 @@ class Storage:
 
     def num_bytes(self, name: str) -> int | None:
         """Size of a file; None where there is none."""
-        info = self._fs.get_file_info(self._path(name))
+        info = self._call(lambda: self._fs.get_file_info(self._path(name)))
         return info.size if info.type == fs.FileType.File else None
 
     def entries(self, folder: str = "") -> list[Entry]:
         """What lies directly in a folder, by name; nothing where the folder does not exist."""
-        path = self._path(folder)
-        found = self._fs.get_file_info(fs.FileSelector(path, allow_not_found=True))
+        selector = fs.FileSelector(self._path(folder), allow_not_found=True)
+        found = self._call(lambda: self._fs.get_file_info(selector))
         return sorted(
             (
                 Entry(info.base_name, info.type == fs.FileType.Directory, info.size or 0)
@@ -139,20 +156,46 @@ class Storage:
 
     def rename(self, name: str, new_name: str) -> None:
         """Rename a file, replacing what is there (copy and delete on object stores)."""
-        self._fs.move(self._path(name), self._path(new_name))
+        self._call(lambda: self._fs.move(self._path(name), self._path(new_name)))
 
     def delete(self, name: str) -> None:
         """Delete a file; it may be gone already."""
         with suppress(FileNotFoundError):
-            self._fs.delete_file(self._path(name))
+            self._call(lambda: self._fs.delete_file(self._path(name)))
 
     def delete_folder(self, name: str) -> None:
         """Delete a folder with all it holds; it may be gone already."""
         with suppress(FileNotFoundError):
-            self._fs.delete_dir(self._path(name))
+            self._call(lambda: self._fs.delete_dir(self._path(name)))
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
+
+    def _call(self, function: Callable[[], T], num_bytes: int = 0) -> T:
+        """Run one call; on a remote place under a deadline, for clients retry for minutes.
+
+        A call that was given up may still take effect later. That does no harm: a file's name
+        tells its content, and a late manifest lists only files that were checked to be there.
+        """
+        if self._is_local:
+            return function()
+        limit_s = self._timeout_s + num_bytes / SLOWEST_BYTES_PER_S
+        outcome: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                outcome.set_result(function())
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        # A daemon: a call that never returns must not keep the process from ending.
+        threading.Thread(target=work, name="checkpoint-storage", daemon=True).start()
+        try:
+            return outcome.result(limit_s)
+        except TimeoutError as error:
+            if outcome.done():
+                raise
+            raise TimeoutError(f"no answer within {limit_s:g} s") from error
 
 
 def _sync(path: str) -> None:

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.checkpoint.storage import Storage, storage_errors
+from elastic_trainer.checkpoint.storage import REMOTE_TIMEOUT_S, Buffer, Storage, storage_errors
 from elastic_trainer.errors import CheckpointError, ConfigError
 from elastic_trainer.types import CheckpointInfo, Cursor, LayerName
 
@@ -83,10 +83,17 @@ class CheckpointStore:
     Args:
         root: local folder or URI of `pyarrow.fs`; need not exist.
         clock: seconds since the epoch.
+        timeout_s: limit on one call to a remote place; data gets a second per megabyte more.
     """
 
-    def __init__(self, root: str | Path, *, clock: Callable[[], float] = time.time) -> None:
-        self.storage = Storage(root)
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        clock: Callable[[], float] = time.time,
+        timeout_s: float = REMOTE_TIMEOUT_S,
+    ) -> None:
+        self.storage = Storage(root, timeout_s)
         self._clock = clock
 
     @property
@@ -100,7 +107,7 @@ class CheckpointStore:
         return f"{_folder(update)}/layer-{index:04d}-{readable}-{sha256[:16]}.safetensors"
 
     def write_layer_file(
-        self, update: int, index: int, name: LayerName, chunks: Sequence[Any]
+        self, update: int, index: int, name: LayerName, chunks: Sequence[Buffer]
     ) -> LayerFile:
         """Write the bytes of one layer.
 

@@ -22,14 +22,14 @@ class Inbox:
         self._num_waiting = 0
         self._worker = worker
         self._messages: dict[tuple[WorkerId, Tag], deque[Message]] = {}
-        self._generation = 0
+        self.generation = 0
         self._error: Exception | None = None
         self._is_closed = False
 
     def put(self, peer: WorkerId, tag: Tag, message: Message) -> None:
         """Keep the message, unless its generation is over."""
         with self.lock:
-            if tag.generation < self._generation:
+            if tag.generation < self.generation:
                 self.num_dropped += 1
                 return
             self._messages.setdefault((peer, tag), deque()).append(message)
@@ -51,23 +51,23 @@ class Inbox:
 
     def check(self, tag: Tag, verb: str) -> None:
         """Raise if this tag must not be used any more, or the channel was interrupted."""
-        if tag.generation < self._generation:
+        if tag.generation < self.generation:
             raise FencedError(
-                f"{self._worker} may not {verb}: {tag} is over, generation is {self._generation}"
+                f"{self._worker} may not {verb}: {tag} is over, generation is {self.generation}"
             )
         if self._error is not None:
             raise self._error
 
     def advance(self, generation: int) -> None:
         with self.lock:
-            if generation < self._generation:
+            if generation < self.generation:
                 raise FencedError(
                     f"{self._worker} cannot return to generation {generation} "
-                    f"from generation {self._generation}"
+                    f"from generation {self.generation}"
                 )
-            if generation == self._generation:
+            if generation == self.generation:
                 return
-            self._generation = generation
+            self.generation = generation
             if not self._is_closed:
                 self._error = None
             self._drop(lambda _, tag: tag.generation < generation)
@@ -78,9 +78,11 @@ class Inbox:
         with self.lock:
             self._drop(lambda sender, _: sender == peer)
 
-    def interrupt(self, error: Exception) -> None:
+    def interrupt(self, error: Exception, generation: int | None = None) -> None:
+        """Let waiting threads raise; `generation`: only if that one is not over."""
         with self.lock:
-            if self._error is None:
+            is_over = generation is not None and generation < self.generation
+            if self._error is None and not is_over:
                 self._error = error
                 self.touch()
 

@@ -10,6 +10,7 @@ import socket
 import stat
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,8 +126,12 @@ class ZmqChannel(BufferedChannel):
 
     def send(self, peer: WorkerId, tag: Tag, message: Message) -> None:
         self._inbox.check(tag, f"send to {peer}")
-        frames: list[bytes | memoryview] = [codec.encode_header(self.worker, tag, message)]
-        frames += [codec.host_bytes(tensor) for tensor in message.tensors]
+        header = codec.encode_header(self.worker, tag, message)
+        frames = [codec.host_bytes(tensor) for tensor in message.tensors]
+        self._post(peer, tag, [header, *frames])
+        self._bytes_sent += sum(map(len, frames))
+
+    def _post(self, peer: WorkerId, tag: Tag, frames: Sequence[codec.Frame]) -> None:
         with self._send_lock:
             if peer not in self._peers:
                 raise TransportError(f"{self.worker} is not connected to {peer}")
@@ -137,7 +142,6 @@ class ZmqChannel(BufferedChannel):
                     f"{self.worker} cannot send {tag} to {peer}: {error}",
                     "the peer may have refused this worker's key",
                 ) from error
-        self._bytes_sent += sum(len(frame) for frame in frames[1:])
 
     def close(self) -> None:
         self._shut()
@@ -241,7 +245,7 @@ class ZmqChannel(BufferedChannel):
         except TransportError as error:
             self._inbox.interrupt(error)
 
-    def _arrive(self, header: codec.Header, buffers: list[memoryview]) -> None:
+    def _arrive(self, header: codec.Header, buffers: Sequence[codec.Frame]) -> None:
         tensors = codec.read_tensors(header, buffers, self._device)
         self._bytes_received += sum(map(len, buffers))
         self._inbox.put(header.sender, header.tag, Message(tensors, header.meta))
