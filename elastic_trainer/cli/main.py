@@ -24,8 +24,6 @@ def run(args: Sequence[str]) -> int:
     try:
         code = app(list(args), prog_name="elastic-trainer", standalone_mode=False)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
         # The reader (`| head`) has enough; Python must not find the pipe closed again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -34,6 +32,8 @@ def run(args: Sequence[str]) -> int:
         if DEBUG in args:
             traceback.print_exc()
         return _fail(*_explain(error))
+    if code == INTERRUPTED:  # what typer makes of a KeyboardInterrupt
+        return _fail("interrupted", INTERRUPTED)
     return code if isinstance(code, int) else 0
 
 

@@ -26,6 +26,7 @@ from elastic_trainer.observability.progress import (
 
 REFRESH_PER_S = 4
 MAX_WIDTH = 100
+GAP = "   "
 STATE_STYLES = {"running": "green", "completed": "green", "failed": "red"}
 PHASES = (  # in the order of the bar
     ("busy", "cyan"),
@@ -130,7 +131,7 @@ class RichDisplay(Display):
         step = f"{1000 * progress.step_s:.0f} ms" if progress.step_s is not None else "–"
         if progress.predicted_step_s:
             step += f" (planned {1000 * progress.predicted_step_s:.0f})"
-        return _facts_line(
+        return _Facts(
             [
                 _fact("tokens/s", format_count(progress.tokens_per_s), "bold"),
                 _fact("step", step),
@@ -166,7 +167,7 @@ class RichDisplay(Display):
             facts.append(_fact("schedule", progress.schedule))
         if status.get("metrics_address"):
             facts.append(_fact("metrics", f"http://{status['metrics_address']}/metrics"))
-        return _facts_line(facts)
+        return _Facts(facts)
 
     def _state(self) -> Text:
         status = self._progress.status
@@ -203,15 +204,24 @@ class _Sparkline:
         yield Text(sparkline(self._values, options.max_width), style="green", no_wrap=True)
 
 
+class _Facts:
+    """Facts side by side; lines break between them."""
+
+    def __init__(self, facts: Sequence[Text]) -> None:
+        self._facts = facts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = Text()
+        for fact in self._facts:
+            if line and len(line) + len(GAP) + len(fact) > options.max_width:
+                yield line
+                line = Text()
+            line = Text(GAP).join([line, fact]) if line else fact
+        yield line
+
+
 def _fact(name: str, value: str, style: str = "") -> Text:
-    # Lines break between facts, not inside one.
-    return Text.assemble(
-        (f"{name}\N{NO-BREAK SPACE}", "dim"), (value.replace(" ", "\N{NO-BREAK SPACE}"), style)
-    )
-
-
-def _facts_line(facts: Sequence[Text]) -> Text:
-    return Text("   ").join(facts)
+    return Text.assemble((f"{name} ", "dim"), (value, style))
 
 
 def _legend() -> Text:
