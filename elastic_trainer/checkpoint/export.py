@@ -79,7 +79,7 @@ def _check_layers(spec: ModelSpec, manifest: Manifest) -> None:
 def _exported(
     spec: LayerSpec, layout: HuggingFaceLayout, state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """One layer's parameters and buffers under Hugging Face's names, without copies of tied ones."""
+    """One layer's parameters and buffers under Hugging Face's names; no copies of tied ones."""
     exported = {}
     for key, tensor in state.items():
         kind, _, name = key.partition("/")

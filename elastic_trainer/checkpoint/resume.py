@@ -14,6 +14,10 @@ class ResumePoint:
     manifest: Manifest
     passed_over: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        info = f"resuming from update {self.manifest.update} in {self.store.storage.label()}"
+        return "; passed over ".join((info, *self.passed_over))
+
 
 def resolve_resume(store: CheckpointStore, resume: str | int) -> ResumePoint | None:
     """Choose a checkpoint.

@@ -76,6 +76,7 @@ def test_auto_passes_over_a_damaged_checkpoint_and_says_so(
     assert point is not None and point.manifest.update == 9
     [reason] = point.passed_over
     assert reason.startswith("update 10: layer 'blocks.0'") and file in reason
+    assert str(point) == f"resuming from update 9 in {store.root}; passed over {reason}"
 
 
 def test_a_damaged_checkpoint_asked_for_by_name_is_refused(

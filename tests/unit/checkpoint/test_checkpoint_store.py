@@ -1,5 +1,6 @@
 """Manifests, completeness, retention."""
 
+import errno
 import hashlib
 import json
 import logging
@@ -211,6 +212,24 @@ def test_prune_without_a_complete_checkpoint_deletes_nothing(store: CheckpointSt
     raw_layer(store, 1)
     assert list(store.prune(1)) == []
     assert folder(store, 1).exists()
+
+
+def test_a_deletion_that_is_cut_off_leaves_nothing_that_looks_complete(
+    store: CheckpointStore, save: Save, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, 1)
+    save(store, 2)
+
+    def cut_off(name: str) -> None:
+        raise OSError(errno.EIO, "made up")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store.storage, "delete_folder", cut_off)
+        with pytest.raises(CheckpointError, match="cannot delete .*step-00000001: Input/output"):
+            store.prune(1)
+    assert [info.update for info in store.list()] == [2]
+    assert list(store.prune(1)) == [1]
+    assert names(Path(store.root)) == {"step-00000002"}
 
 
 def test_discard_deletes_only_incomplete_checkpoints(store: CheckpointStore, save: Save) -> None:
