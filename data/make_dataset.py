@@ -171,9 +171,10 @@ def _reusable(folder: Path, arguments: dict[str, Any], overwrite: bool) -> Datas
     if info.arguments == arguments and _is_whole(folder):
         return info
     if not overwrite:
+        different = [name for name in arguments if info.arguments.get(name) != arguments[name]]
         raise DataError(
-            f"{folder} holds another dataset ({info.name}, vocabulary {info.vocab_size}) than the "
-            "one asked for",
+            f"{folder} holds a dataset ({info.name}) that differs from the one asked for in "
+            f"{', '.join(different) or 'missing files'}",
             "Choose another folder, remove it, or pass overwrite",
         )
     return None
@@ -247,9 +248,9 @@ _FEATURES = {
 def _chunks(documents: Sequence[RawDocument], limit: int) -> list[list[RawDocument]]:
     """Consecutive documents in lists of at most `limit` characters, at least one in each."""
     chunks: list[list[RawDocument]] = []
-    filled = limit
+    filled = 0
     for document in documents:
-        if filled + len(document.text) > limit:
+        if not chunks or filled + len(document.text) > limit:
             chunks.append([])
             filled = 0
         chunks[-1].append(document)
