@@ -157,6 +157,13 @@ def _check_settings(config: Config) -> None:
             f"data.sequence_length is {data.sequence_length}; a sequence has at least 1 token",
             "Set data.sequence_length to a positive number, such as 128",
         )
+    positions = config.model.args.get("max_positions")
+    if data.format != "columns" and isinstance(positions, int) and positions < data.sequence_length:
+        raise DataError(
+            f"data.sequence_length is {data.sequence_length}, but the model has "
+            f"{positions} positions",
+            "Lower data.sequence_length, or raise model.args.max_positions",
+        )
     if data.format == "columns" and not data.input_columns:
         raise DataError(
             "data.format is columns, but data.input_columns is empty",

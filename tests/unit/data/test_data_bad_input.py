@@ -181,6 +181,11 @@ def test_wrong_sequence_length(text_dataset: Path, config: MakeConfig, length: i
     fails(config(text_dataset, sequence_length=length), f"sequence_length is {length}")
 
 
+def test_sequence_longer_than_the_model(text_dataset: Path, config: MakeConfig) -> None:
+    fails(config(text_dataset, args={"max_positions": 7}), "is 8, but the model has 7 positions")
+    describe(config(text_dataset, args={"max_positions": 8}))
+
+
 def test_wrong_settings(text_dataset: Path, config: MakeConfig) -> None:
     fails(config(text_dataset, format="csv"), "'csv'", "text, tokens, columns")
     fails(config(text_dataset, format="columns"), "data.input_columns is empty")
