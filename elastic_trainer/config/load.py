@@ -40,11 +40,6 @@ def load_config(source: Source = None, overrides: Sequence[str] = ()) -> Config:
         _apply_override(tree, override)
     config = build_config(_resolve(tree))
     if config.train.max_steps is None and config.train.num_epochs is None:
-        if config.data.format == "synthetic":
-            raise ConfigError(
-                "`train.max_steps` is not set and synthetic data has no end",
-                "Set it, e.g. train.max_steps=100.",
-            )
         config = replace(config, train=replace(config.train, num_epochs=1))
     validate(config)
     return config
