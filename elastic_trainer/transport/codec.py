@@ -129,7 +129,7 @@ def read_tensors(header: Header, frames: Sequence[Frame], device: torch.device) 
     """New tensors on `device` with the bytes of `frames`, which must be writable.
 
     The bytes are copied once more, although nobody else holds them: where ZeroMQ puts them is not
-    aligned, and kernels may round differently on unaligned memory.
+    aligned. Kernels may round differently on unaligned memory, and some crash (complex128 did).
     """
     if len(frames) != len(header.shapes):
         raise TransportError(
@@ -145,17 +145,17 @@ def read_tensors(header: Header, frames: Sequence[Frame], device: torch.device) 
             )
         try:
             if len(frame):
-                tensor = torch.frombuffer(frame, dtype=dtype).view(shape)
+                tensors.append(_place(frame, device).view(dtype).view(shape))
             else:
-                tensor = torch.empty(shape, dtype=dtype)
+                tensors.append(torch.empty(shape, dtype=dtype, device=device))
         except (RuntimeError, OverflowError, TypeError) as error:
             raise TransportError(f"{header.tag}: not a shape: {shape}: {error}") from error
-        tensors.append(_place(tensor, device))
     return tensors
 
 
-def _place(tensor: Tensor, device: torch.device) -> Tensor:
+def _place(frame: Frame, device: torch.device) -> Tensor:
+    source = torch.frombuffer(frame, dtype=torch.uint8)
     if device.type != "cuda":
-        return tensor.clone()
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+        return source.clone()
+    pinned = torch.empty(len(frame), dtype=torch.uint8, pin_memory=True).copy_(source)
     return pinned.to(device, non_blocking=True)

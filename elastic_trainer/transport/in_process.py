@@ -2,7 +2,6 @@
 
 import heapq
 import itertools
-import json
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from elastic_trainer.errors import TransportError
+from elastic_trainer.transport import codec
 from elastic_trainer.transport.channel import Message, Tag
 from elastic_trainer.transport.inbox import BufferedChannel
 from elastic_trainer.types import WorkerId
@@ -86,14 +86,12 @@ class InProcessChannel(BufferedChannel):
 
     def send(self, peer: WorkerId, tag: Tag, message: Message) -> None:
         self._inbox.check(tag, f"send to {peer}")
-        copies = [
-            tensor.detach().clone(memory_format=torch.contiguous_format)
-            for tensor in message.tensors
-        ]
-        self._bytes_sent += sum(tensor.nbytes for tensor in copies)
-        # Through JSON as on a real wire, so that a test sees what would not travel.
-        meta = json.loads(json.dumps(message.meta))
-        self._network.deliver(self.worker, peer, tag, Message(copies, meta))
+        # Through bytes as on a real wire, so that a test sees what would not travel.
+        header = codec.decode_header(codec.encode_header(self.worker, tag, message))
+        frames = [memoryview(bytearray(codec.host_bytes(t))) for t in message.tensors]
+        copies = codec.read_tensors(header, frames, torch.device("cpu"))
+        self._bytes_sent += sum(map(len, frames))
+        self._network.deliver(self.worker, peer, tag, Message(copies, header.meta))
 
     def arrive(self, sender: WorkerId, tag: Tag, message: Message, delay_s: float) -> None:
         """Called by the network, on the sender's thread."""

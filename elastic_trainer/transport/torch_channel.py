@@ -173,17 +173,18 @@ class TorchChannel(ZmqChannel):
         self._inbox.check(tag, f"send to {peer}")
         if peer not in self._peers:
             raise TransportError(f"{self.worker} is not connected to {peer}")
-        copies = [
-            tensor.detach().to(self._device).clone(memory_format=torch.contiguous_format)
-            for tensor in message.tensors
-        ]
         if peer not in self._outgoing:
             name = secrets.token_hex(8)
             edge = self._edge(name, _SENDER, self._peers[peer][0]["store"])
             self._outgoing[peer] = (name, edge)
         name, edge = self._outgoing[peer]
         facts = {"edge": name, "meta": message.meta}
-        self._post(peer, tag, [codec.encode_header(self.worker, tag, Message(copies, facts))])
+        header = codec.encode_header(self.worker, tag, Message(message.tensors, facts))
+        copies = [
+            tensor.detach().to(self._device).clone(memory_format=torch.contiguous_format)
+            for tensor in message.tensors
+        ]
+        self._post(peer, tag, [header])
         edge.put(_Transfer(tag, copies, self._now(), lambda: None))
         self._bytes_sent += sum(tensor.nbytes for tensor in copies)
 

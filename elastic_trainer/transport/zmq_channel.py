@@ -269,7 +269,7 @@ def _private_folder(wanted: Path | None) -> tuple[Path, bool]:
         parent = tempfile.gettempdir()
         if len(parent) > _MAX_IPC_PATH - 40:
             parent = "/tmp"
-        return Path(tempfile.mkdtemp(prefix="elastic-", dir=parent)), True
+        return Path(tempfile.mkdtemp(prefix=f"elastic-{os.getpid()}-", dir=parent)), True
     wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
     facts = wanted.lstat()
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o077:
