@@ -319,6 +319,10 @@ class StageRuntime:
         """
         return self._weights.states()
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of the update at hand, between REDUCE and OPT, as layer/parameter."""
+        return self._weights.named_gradients()
+
     def load_states(self, states: Mapping[str, Mapping[str, Tensor]], update: int) -> None:
         """Take over copies of `states`, the state after `update`."""
         self._weights.load(states)

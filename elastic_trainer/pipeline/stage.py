@@ -195,15 +195,17 @@ class Stage:
         held.trees.append(value)
         tensors = tensors_of(value)
         before = [t._version for t in tensors]
-        buffers = [(b, b._version) for b in module.buffers()]
+        # Values, not version counters: batch norm does not count its own writes.
+        is_new = spec.name not in self._mutable
+        buffers = [(b, b.clone()) for b in module.buffers()] if is_new else []
         value = module(value, **layer_kwargs(spec, held.fields))
         if [t._version for t in tensors] != before:
             raise ModelError(
                 "it writes to its input in place, so it cannot be run again",
                 "Set model.recompute=false, or let the layer leave its input as it is",
             )
-        if spec.name not in self._mutable:
-            self._mutable[spec.name] = [b for b, seen in buffers if b._version != seen]
+        if is_new:
+            self._mutable[spec.name] = [b for b, was in buffers if not torch.equal(b, was)]
         return value
 
     def _backward_by_layer(self, held: Held, grads: Sequence[Tensor | None]) -> None:

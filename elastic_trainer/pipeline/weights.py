@@ -178,6 +178,16 @@ class StageWeights:
         """The collected gradients of the owned parameters."""
         return [handle.grad for handle in self.ring.handles if handle.grad is not None]
 
+    def named_gradients(self) -> dict[str, Tensor]:
+        """The collected gradients as layer/parameter."""
+        handles = self.ring.handles
+        found = {}
+        for param in self._params:
+            index = self._owned.get(id(param))
+            if index is not None and handles[index].grad is not None:
+                found[f"{param.layer}/{param.name}"] = handles[index].grad
+        return {name: grad for name, grad in found.items() if grad is not None}
+
     def step(self, update: int, factor: float, *, skip: bool = False) -> None:
         """Make the next version: gradients times `factor`, then the optimizer."""
         self.ring.open_next()

@@ -1,5 +1,6 @@
 """A whole pipeline in threads of one process, without Ray: the real runtimes over real messages."""
 
+import queue
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,7 +31,8 @@ from elastic_trainer.types import (
 Microbatch = Mapping[str, Tensor]
 Batches = Mapping[int, Sequence[Microbatch]]
 
-_JOIN_SLACK_S = 10.0
+_DEADLINE_S = 60.0
+_WEDGED_S = 1.0
 
 
 def even_plan(
@@ -179,26 +181,34 @@ class InProcessPipeline:
         Raises:
             ElasticTrainerError: the first error of any stage; the others were interrupted.
         """
-        reports: dict[int, StageReport] = {}
-        errors: list[Exception] = []
+        outcomes: queue.Queue[StageReport | Exception] = queue.Queue()
 
         def work(runtime: StageRuntime) -> None:
             try:
-                reports[runtime.stage] = runtime.run(segment)
+                outcomes.put(runtime.run(segment))
             except Exception as error:
-                errors.append(error)
-                self.interrupt(FencedError(f"stage {runtime.stage} failed first"))
+                outcomes.put(error)
 
-        threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in self.runtimes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(self._deadline_s(segment))
-        if errors:
-            raise errors[0]
-        if any(thread.is_alive() for thread in threads):
-            raise StallError("a stage neither finished nor failed")
-        return [reports[stage] for stage in range(self.plan.num_stages)]
+        for runtime in self.runtimes:
+            threading.Thread(target=work, args=(runtime,), daemon=True).start()
+        reports: list[StageReport] = []
+        first_error: Exception | None = None
+        for _ in self.runtimes:
+            try:
+                # After an error all others are interrupted, and only a wedged one stays away.
+                outcome = outcomes.get(timeout=_WEDGED_S if first_error else _DEADLINE_S)
+            except queue.Empty:
+                break
+            if isinstance(outcome, StageReport):
+                reports.append(outcome)
+            elif first_error is None:
+                first_error = outcome
+                self.interrupt(FencedError("another stage failed first"))
+        if first_error is not None:
+            raise first_error
+        if len(reports) < len(self.runtimes):
+            raise StallError(f"a stage neither finished nor failed within {_DEADLINE_S:.0f} s")
+        return sorted(reports, key=lambda report: report.stage)
 
     def interrupt(self, error: ElasticTrainerError) -> None:
         """End what all stages are doing."""
@@ -221,10 +231,6 @@ class InProcessPipeline:
     def close(self) -> None:
         for channel in self.channels:
             channel.close()
-
-    def _deadline_s(self, segment: Segment) -> float:
-        # No single wait is longer than the limit; a segment is a chain of at most all its actions.
-        return self.config.elastic.stall_limit_s + _JOIN_SLACK_S + segment.num_microbatches
 
 
 def with_settings(config: Config, **sections: Mapping[str, object]) -> Config:

@@ -66,14 +66,16 @@ class _Replica:
     ) -> Tensor:
         """The loss, a sum, of one microbatch with the parameters `use`."""
         value = first_input(self.model, batch)
-        for spec in self.model.layers:
-            torch.manual_seed(layer_key(self.config.train.seed, update, index, spec.name))
-            prefix = f"{spec.name}/"
-            mine = {k.removeprefix(prefix): v for k, v in use.items() if k.startswith(prefix)}
-            value = torch.func.functional_call(
-                self.layers[spec.name], mine, (value,), layer_kwargs(spec, batch)
-            )
-        return self.model.loss(value, batch)
+        precision = self.config.train.precision
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
+            for spec in self.model.layers:
+                torch.manual_seed(layer_key(self.config.train.seed, update, index, spec.name))
+                prefix = f"{spec.name}/"
+                mine = {k.removeprefix(prefix): v for k, v in use.items() if k.startswith(prefix)}
+                value = torch.func.functional_call(
+                    self.layers[spec.name], mine, (value,), layer_kwargs(spec, batch)
+                )
+            return self.model.loss(value, batch)
 
     def num_valid(self, batch: Microbatch) -> int:
         return count_valid({name: batch[name] for name in self.model.label_fields})
