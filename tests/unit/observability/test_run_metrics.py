@@ -189,3 +189,15 @@ def test_targets_are_file_sd(tmp_path: Path) -> None:
     clear_targets(path)
     assert json.loads(path.read_text()) == []
     assert [file.name for file in path.parent.iterdir()] == ["targets.json"]
+
+
+def test_runs_register_in_the_shared_folder_where_there_is_one(tmp_path: Path) -> None:
+    path = tmp_path / "r" / "prometheus" / "targets.json"
+    write_targets(path, ("127.0.0.1", 9000), "r")
+    assert [folder.name for folder in tmp_path.iterdir()] == ["r"]
+    shared = tmp_path / "prometheus" / "r.json"
+    shared.parent.mkdir()
+    write_targets(path, ("127.0.0.1", 9000), "r")
+    assert shared.read_text() == path.read_text()
+    clear_targets(path)
+    assert not shared.exists() and path.read_text() == "[]\n"
