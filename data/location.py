@@ -4,6 +4,7 @@ import os
 import posixpath
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,7 +84,7 @@ class Location:
         names: list[str] = []
         for folder in (self.path, posixpath.join(self.path, "data")):
             selector = fs.FileSelector(folder, allow_not_found=True)
-            found = self.call(lambda s=selector: self.filesystem.get_file_info(s), "list")  # type: ignore[misc]
+            found = self.call(partial(self.filesystem.get_file_info, selector), "list")
             names += [f.path for f in found if f.is_file and f.path.endswith(".parquet")]
         if not names:
             raise DataError(

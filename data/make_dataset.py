@@ -36,7 +36,7 @@ BUILDERS: dict[str, Builder] = {"stdlib-text": stdlib_text.build, "gcide": gcide
 
 SHARD_BYTES = 64 << 20
 ROW_GROUP_BYTES = 8 << 20
-TOKENIZER_SAMPLE_CHARS = 16_000_000
+TOKENIZER_SAMPLE_CHARS = 8_000_000
 _FORMAT = 1
 
 
@@ -95,14 +95,27 @@ def make_dataset(
         "seed": seed,
         "source": asdict(provenance),
     }
-    built = _reusable(folder, arguments, overwrite)
-    if built is not None:
-        return built
+    reusable = _reusable(folder, arguments, overwrite)
+    if reusable is not None:
+        return reusable
     train, held_out = split_documents(documents, eval_fraction=eval_fraction, seed=seed)
     tokenizer = train_bpe(sample_texts([d.text for d in train]), vocab_size)
+    info = _describe(folder, provenance, arguments, train, held_out, tokenizer)
+    _publish(folder, info, train, held_out, tokenizer)
+    return info
+
+
+def _describe(
+    folder: Path,
+    provenance: Provenance,
+    arguments: dict[str, Any],
+    train: Sequence[RawDocument],
+    held_out: Sequence[RawDocument],
+    tokenizer: Tokenizer,
+) -> DatasetInfo:
     assert tokenizer.eos_id is not None  # train_bpe always defines it
-    info = DatasetInfo(
-        name=kind,
+    return DatasetInfo(
+        name=arguments["kind"],
         path=str(folder),
         num_rows=len(train),
         num_eval_rows=len(held_out),
@@ -113,8 +126,6 @@ def make_dataset(
         source=provenance,
         arguments=arguments,
     )
-    _publish(folder, info, train, held_out, tokenizer)
-    return info
 
 
 def split_documents(
