@@ -1,6 +1,7 @@
 """Saving behind training's back; what happens when the disk is full."""
 
 import errno
+import pickle
 import shutil
 import subprocess
 import threading
@@ -111,6 +112,7 @@ def test_errors_are_reported_and_a_retry_writes_only_the_rest(
     saver.save(5, states(1.0))
     result = finished(saver)
     assert not result.ok and [file.name for file in result.files] == ["a", "b"]
+    assert str(pickle.loads(pickle.dumps(result)).error) == str(result.error)  # goes over Ray
     with pytest.raises(CheckpointError, match=message):
         assert result.error is not None
         raise result.error

@@ -123,7 +123,9 @@ def test_transformers_loads_it_with_equal_logits(
         assert torch.equal(actual, expected)  # the same code computes both
     else:
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    assert not any("exp_avg" in name for name in load_file(out / "model.safetensors"))
+    written = load_file(out / "model.safetensors")
+    assert not any("exp_avg" in name for name in written)
+    assert ("lm_head.weight" in written) == (not model.config.tie_word_embeddings)
 
 
 def test_the_tokenizer_loads_and_gives_the_same_ids(
