@@ -44,7 +44,6 @@ class _Replay:
             actions = self.lists[stage]
             while self.position[stage] < len(actions):
                 action = actions[self.position[stage]]
-                self._reach(action)
                 missing = self._missing(action)
                 if missing is not None:
                     self.waiting.setdefault(missing, []).append(stage)
@@ -62,18 +61,21 @@ class _Replay:
         receive = Action(kind, at, j, None if kind in (Kind.RECV_F, Kind.RECV_B) else other)
         return f"{action} waits for {receive if what == 'posted' else receive.counterpart()}"
 
-    def _reach(self, action: Action) -> None:
-        """What happens by arriving at an action, before it completes."""
-        if action.kind is Kind.REDUCE:
-            present = self.reducing.setdefault(action.microbatch, set())
-            present.add(action.stage)
-            if len(present) == len(self.lists):
-                self._happen(("done", Kind.REDUCE, -1, action.microbatch, -1))
-
     def _missing(self, action: Action) -> _Event | None:
         """The first event that the action still waits for."""
-        needs = (event for event in self._needs(action) if event not in self.happened)
-        return next(needs, None)
+        for event in self._needs(action):
+            if event not in self.happened:
+                return event
+        return self._missing_together(action) if action.kind is Kind.REDUCE else None
+
+    def _missing_together(self, reduce: Action) -> _Event | None:
+        """A stage that has its tied gradients takes part, and waits until everybody does."""
+        present = self.reducing.setdefault(reduce.microbatch, set())
+        present.add(reduce.stage)
+        event: _Event = ("done", Kind.REDUCE, -1, reduce.microbatch, -1)
+        if len(present) == len(self.lists):
+            self._happen(event)
+        return None if event in self.happened else event
 
     def _needs(self, action: Action) -> list[_Event]:
         stage, j = action.stage, action.microbatch
@@ -82,11 +84,8 @@ class _Replay:
                 return [("sent", Kind.RECV_F, stage, j, stage - 1)]
             case Kind.B if stage < len(self.lists) - 1:
                 return [("sent", Kind.RECV_B, stage, j, stage + 1)]
-            case Kind.OPT:
+            case Kind.OPT | Kind.REDUCE:
                 return self.gradients.get((stage, j), [])
-            case Kind.REDUCE:
-                together: _Event = ("done", Kind.REDUCE, -1, j, -1)
-                return [*self.gradients.get((stage, j), []), together]
             case Kind.TIE if action.peer is not None:
                 return [("sent", Kind.RECV_W, stage, j, action.peer)]
             case kind if kind in SENDS:

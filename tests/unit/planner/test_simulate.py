@@ -109,6 +109,13 @@ def test_a_reduction_waits_for_the_last_stage() -> None:
     assert reduces == [(9.0, 13.0)] * 3
 
 
+def test_a_reduction_waits_for_the_latest_not_for_the_one_played_last() -> None:
+    lists = tuple(
+        tuple(Action.parse(text) for text in row.split()) for row in ("0F0 0REDUCE0", "1REDUCE0")
+    )
+    assert simulate(lists, plain).start_s == ((0.0, 1.0), (1.0,))
+
+
 def test_tied_weights_make_owner_and_follower_wait_for_each_other() -> None:
     def duration(action: Action) -> float:
         return 1.0 if action.kind is Kind.OPT and action.stage == 0 else plain(action)

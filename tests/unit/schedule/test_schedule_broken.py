@@ -147,6 +147,33 @@ def test_a_collective_with_late_tied_gradients_still_ends() -> None:
     check_deadlock(read([["0RECV_G0@1", "0REDUCE0"], ["1SEND_G0@0", "1REDUCE0"], ["2REDUCE0"]]))
 
 
+def test_a_collective_that_needs_gradients_sent_behind_it_deadlocks() -> None:
+    lists = read([["0RECV_G0@1", "0REDUCE0"], ["1REDUCE0", "1SEND_G0@0"]])
+    message = "0REDUCE0 waits for 1SEND_G0@0; 1REDUCE0 waits for all stages"
+    with pytest.raises(ScheduleError, match=message):
+        check_deadlock(lists)
+
+
+def test_a_step_before_the_norms_are_exchanged() -> None:
+    rows = rows_of(reduce=True)
+    move(rows, "0OPT1", "0REDUCE1")
+    refused(rows, "0OPT1 must come after 0REDUCE1", "0OPT1")
+
+
+def test_tied_weights_installed_in_the_wrong_order() -> None:
+    rows = rows_of("async_1f1b", tied=True)
+    move(rows, "1TIE2@0", "1TIE1@0")
+    move(rows, "1RECV_W2@0", "1TIE2@0")
+    refused(rows, "1TIE2@0 must come after 1TIE1@0", "1TIE2@0", "async_1f1b")
+
+
+def test_a_backward_that_would_mix_two_updates() -> None:
+    rows = rows_of("async_1f1b")
+    move(rows, "0RECV_B1", "0OPT0")
+    move(rows, "0B1", "0OPT0")
+    refused(rows, "0B1 must come after 0OPT0", "0B1", "async_1f1b")
+
+
 @pytest.mark.parametrize(
     ("change", "message", "mark"),
     [
