@@ -30,6 +30,8 @@ class Saving:
         self.root = checkpoint_root(config, run_dir)
         self._num_to_keep = config.checkpoint.num_to_keep
         self._store = CheckpointStore(self.root)
+        # A run that goes on from an older state abandons the newer ones.
+        self._store.supersede_after(start_update)
         self._cursors = {start_update: start_cursor}
 
     def note(self, batches: Sequence[BatchInfo]) -> None:

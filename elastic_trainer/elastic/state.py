@@ -101,7 +101,7 @@ class State:
             case ev.Failed(generation=g) if g == self.generation:
                 return self._fail(event.reason)
             case ev.Configured(generation=g) if g == self.generation:
-                self.phase = Phase.RUNNING
+                self.phase, self.reason = Phase.RUNNING, ""
                 self.committed = self._issued = event.update
                 return self._advance(now)
             case ev.SegmentDone(generation=g) if g == self.generation:
@@ -134,11 +134,11 @@ class State:
     def _on_planned(self, event: ev.Planned) -> list[do.Instruction]:
         if self.phase is not Phase.PLANNING or event.plan.generation != self.generation:
             return []
-        self.phase, self.reason = Phase.RESTORING, event.plan.reasons[-1]
-        self._segment_updates = max(1, event.segment_updates)
         start = self.goal.start_update
-        why = f"restoring update {start}" if start else "initial weights"
-        return [do.Configure(plan=event.plan, update=start, reason=why)]
+        self.phase = Phase.RESTORING
+        self.reason = f"restoring update {start}" if start else "initial weights"
+        self._segment_updates = max(1, event.segment_updates)
+        return [do.Configure(plan=event.plan, update=start, reason=self.reason)]
 
     def _on_segment_done(self, event: ev.SegmentDone, now: float) -> list[do.Instruction]:
         self.committed = event.last_update
