@@ -120,24 +120,13 @@ def _checked(tree: Tree) -> Tree:
     return nested
 
 
-def _merge(lower: Tree, upper: Mapping[str, Any]) -> Tree:
+def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Tree:
     """`lower` with `upper` over it; neither is changed."""
-    model, other = lower.get("model"), upper.get("model")
-    if isinstance(model, dict) and isinstance(other, Mapping) and _other_model(model, other):
-        lower = lower | {"model": model | {"args": {}}}
-    return _merge_mappings(lower, upper)
-
-
-def _other_model(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> bool:
-    return any(key in upper and upper[key] != lower.get(key) for key in ("name", "target"))
-
-
-def _merge_mappings(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Tree:
     merged = dict(lower)
     for key, value in upper.items():
         below = merged.get(key)
         if isinstance(value, Mapping) and isinstance(below, Mapping):
-            value = _merge_mappings(below, value)
+            value = _merge(below, value)
         merged[key] = value
     return merged
 
@@ -152,9 +141,9 @@ def _apply_override(tree: Tree, override: str) -> None:
     if setting is None:
         raise explain_unknown(path, list(leaf_types()))
     value = _parse_value(setting if path == setting else "", text, override)
-    model = tree["model"]
-    if path in ("model.name", "model.target") and _other_model(model, {path[6:]: value}):
-        model["args"] = {}
+    section, _, name = path.partition(".")
+    if path in ("model.name", "model.target") and value != tree[section].get(name):
+        tree[section]["args"] = {}
     _set_path(tree, path, value)
 
 

@@ -112,8 +112,9 @@ def tail_updates(run_dir: str | Path, count: int) -> list[dict[str, Any]]:
             position -= step
             file.seek(position)
             block = file.read(step) + block
-    # What follows the last newline is being written; what precedes the first is cut unless at 0.
-    complete = block.split(b"\n")[:-1][0 if position == 0 else 1 :]
+    # What follows the last newline is still being written. A first line that the block cut has
+    # `count` whole ones behind it, so it is not among those returned.
+    complete = block.split(b"\n")[:-1]
     return [json.loads(text) for text in deque(complete, maxlen=count)]
 
 
