@@ -101,6 +101,7 @@ class _Planner:
                     num_microbatches=self.num_microbatches,
                     given_stages=self.wanted_stages is not None,
                     given_cuts=bool(self.wanted_cuts),
+                    balanced=not self.wanted_cuts and best.cuts == self._balanced(),
                     workers=tuple(self.workers),
                     limits=None if self.limits is None else tuple(self.limits),
                     commit_every=len(self.groups) if is_asynchronous(self.schedule) else None,

@@ -24,6 +24,7 @@ class Choice:
     num_microbatches: int
     given_stages: bool
     given_cuts: bool
+    balanced: bool
     workers: tuple[WorkerId, ...]
     limits: tuple[int | None, ...] | None
     commit_every: int | None
@@ -68,11 +69,12 @@ def _cuts(choice: Choice) -> str:
     busy = choice.best.predicted.stage_busy_s
     slowest = max(range(len(busy)), key=busy.__getitem__)
     per_microbatch = busy[slowest] / choice.num_microbatches
-    why = (
-        "as pipeline.cuts says"
-        if choice.given_cuts
-        else "balanced so that the slowest stage is as fast as can be"
-    )
+    if choice.given_cuts:
+        why = "as pipeline.cuts says"
+    elif choice.balanced:
+        why = "balanced so that the slowest stage is as fast as can be"
+    else:
+        why = "faster when simulated than the most even cut"
     return (
         f"cuts before layers {list(choice.best.cuts)}, {why}: stage {slowest} is the slowest with "
         f"{format_seconds(per_microbatch)} per microbatch, the mean is "

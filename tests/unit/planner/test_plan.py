@@ -1,6 +1,7 @@
 """Plans: stages, predictions, reasons, and what cannot be planned."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,6 +111,21 @@ def test_the_runner_up_is_never_faster() -> None:
         for count in range(2, 7):
             plan = make_plan(profile(times), config(schedule=schedule), workers(count), 0)
             assert "(-" not in plan.reasons[2]
+
+
+def test_a_neighbour_of_the_most_even_cut_wins_when_it_is_faster() -> None:
+    """Under GPipe forwards and backwards pass one after the other: even sums are not all."""
+    times = ((0.125, 0.625), (0.625, 0.125), (0.625, 0.125))
+    layers = tuple(
+        replace(layer, forward_s=f, backward_s=b)
+        for layer, (f, b) in zip(profile([1.0] * 3).layers, times, strict=True)
+    )
+    plan = make_plan(
+        replace(profile([]), layers=layers), config(16, schedule="gpipe"), workers(2), 0
+    )
+    assert cuts(plan) == [2]
+    assert "faster when simulated than the most even cut" in plan.reasons[1]
+    assert "runner-up: cuts [1]" in plan.reasons[2]
 
 
 def test_one_stage_has_no_cut_and_no_runner_up() -> None:
