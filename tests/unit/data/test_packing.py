@@ -1,10 +1,17 @@
 """Packing is a fold that uses each token once and that can start anywhere."""
 
+from collections.abc import Iterator
+from typing import cast
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_trainer.data.packing import IGNORED_LABEL, Packed, pack_next
+from elastic_trainer.data import documents as documents_module
+from elastic_trainer.data.documents import PackedSamples
+from elastic_trainer.data.packing import IGNORED_LABEL, Packed, Tokens, pack_next
+from elastic_trainer.data.samples import RowOrder
 from elastic_trainer.types import Cursor
 
 SEPARATOR = 99
@@ -65,3 +72,33 @@ def test_nothing_to_pack() -> None:
         Cursor(), 1, lambda _: np.array([], dtype=np.int32), length=4, separator=SEPARATOR
     )
     assert sequence.pieces == () and sequence.num_valid == 0
+
+
+def test_documents_stay_in_memory_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[int] = []
+
+    class FourTokensEach:
+        def load(self, rows: Iterator[int]) -> dict[int, Tokens]:
+            loaded.append(next(rows))
+            return {loaded[-1]: np.arange(4, dtype=np.int32)}
+
+    class AsTheyLie:
+        num_rows = 6
+
+        def check(self, cursor: Cursor) -> None:
+            pass
+
+        def row(self, epoch: int, position: int) -> int:
+            return position
+
+    monkeypatch.setattr(documents_module, "CACHE_BYTES", 3 * 16)
+    order = cast(RowOrder, AsTheyLie())
+    samples = PackedSamples(FourTokensEach(), order, length=4, separator=SEPARATOR)
+    for row in (0, 1, 2, 3, 4):
+        assert samples.next(Cursor(row=row)).id == f"{row}:0-4"
+    assert loaded == [0, 1, 2, 3, 4, 5], "each sequence looks at the row behind it"
+    samples.next(Cursor(row=3))
+    samples.next(Cursor(row=4))
+    assert loaded == [0, 1, 2, 3, 4, 5], "three documents fit"
+    samples.next(Cursor(row=0))
+    assert loaded == [0, 1, 2, 3, 4, 5, 0, 1]
