@@ -28,7 +28,8 @@ from elastic_trainer.elastic import events as ev
 from elastic_trainer.elastic import instructions as do
 from elastic_trainer.elastic.state import Goal, State
 from elastic_trainer.errors import ElasticTrainerError, WorkerLostError
-from elastic_trainer.schedule.build import build, forward_only
+from elastic_trainer.planner.plan import stage_ties
+from elastic_trainer.schedule.build import build, forward_only, is_asynchronous
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.types import Cursor, Plan, RunResult
 
@@ -324,14 +325,13 @@ class Coordinator:
 
     def _actions(self, plan: Plan, groups: list[int]) -> Any:
         first = self._descriptions[plan.stages[0].worker]
-        pairs = {(plan.stage_of_layer(a), plan.stage_of_layer(b)) for a, b in first["ties"]}
         needs_norm = self.config.train.max_grad_norm > 0 or self.config.train.precision == "fp16"
-        asynchronous = plan.schedule.startswith("async")
+        asynchronous = is_asynchronous(plan.schedule)
         return build(
             plan.schedule,
             plan.num_stages,
             groups,
-            ties=sorted(pair for pair in pairs if pair[0] != pair[1]),
+            ties=stage_ties(plan.stages, first["ties"]),
             reduce=needs_norm and not asynchronous,
         )
 

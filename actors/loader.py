@@ -16,6 +16,7 @@ from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
 from elastic_trainer.errors import DataError
+from elastic_trainer.schedule.build import is_asynchronous
 from elastic_trainer.transport.channel import Message, Tag
 from elastic_trainer.transport.exchange import Exchange
 from elastic_trainer.types import BatchInfo, Cursor, WorkerId
@@ -26,7 +27,7 @@ Batch = tuple[BatchInfo, Sequence[Fields]]
 
 def update_batch_size(config: Config) -> int:
     """Samples of one update: the global batch, or one microbatch when asynchronous."""
-    if config.pipeline.schedule.startswith("async"):
+    if is_asynchronous(config.pipeline.schedule):
         return config.pipeline.microbatch_size
     return config.train.global_batch_size
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from elastic_trainer.config import Config
 from elastic_trainer.planner.plan import commit_every, make_plan
+from elastic_trainer.schedule.build import is_asynchronous
 from elastic_trainer.types import LayerProfile, Plan, Profile, WorkerId
 from elastic_trainer.version import __version__
 
@@ -86,7 +87,7 @@ def plan_for(
 
 def segment_updates(config: Config, plan: Plan) -> int:
     """Updates per segment: what the pipe needs between drains, or about a second's worth."""
-    if plan.schedule.startswith("async"):
+    if is_asynchronous(plan.schedule):
         return commit_every(plan.num_stages, config.pipeline.commit_every)
     if config.pipeline.segment_updates:
         return config.pipeline.segment_updates
