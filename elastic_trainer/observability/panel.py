@@ -44,18 +44,18 @@ class RichDisplay(Display):
     def __init__(self, console: Console, *, clock: Clock = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._progress = Progress()
+        self.progress = Progress()
         self._live: Live | None = None
 
     def plan(self, plan: Mapping[str, Any]) -> None:
-        self._progress.see_plan(plan)
+        self.progress.see_plan(plan)
 
     def status(self, status: Mapping[str, Any]) -> None:
-        self._progress.see_status(status, self._clock())
+        self.progress.see_status(status, self._clock())
         self._show()
 
     def update(self, line: Mapping[str, Any]) -> None:
-        self._progress.see_line(line)
+        self.progress.see_line(line)
         self._show()
 
     def message(self, text: str) -> None:
@@ -69,7 +69,7 @@ class RichDisplay(Display):
 
     def render(self) -> RenderableType:
         """The panel as it stands now."""
-        progress = self._progress
+        progress = self.progress
         rows: list[RenderableType] = [self._progress_row(), self._loss_row(), self._speed_row()]
         if progress.stages or progress.stage_shares():
             rows.append(Padding(self._stage_table(), (1, 0, 0, 0)))
@@ -100,7 +100,7 @@ class RichDisplay(Display):
             self._live.start()
 
     def _progress_row(self) -> RenderableType:
-        progress = self._progress
+        progress = self.progress
         total = progress.total
         row = Table.grid(expand=True, padding=(0, 2, 0, 0))
         row.add_column(no_wrap=True)
@@ -122,12 +122,12 @@ class RichDisplay(Display):
         row = Table.grid(expand=True, padding=(0, 2, 0, 0))
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
-        loss = _fact("loss", format_number(self._progress.line.get("loss")), "bold green")
-        row.add_row(loss, _Sparkline(self._progress.losses))
+        loss = _fact("loss", format_number(self.progress.line.get("loss")), "bold green")
+        row.add_row(loss, _Sparkline(self.progress.losses))
         return row
 
     def _speed_row(self) -> RenderableType:
-        progress, line = self._progress, self._progress.line
+        progress, line = self.progress, self.progress.line
         step = f"{1000 * progress.step_s:.0f} ms" if progress.step_s is not None else "–"
         if progress.predicted_step_s:
             step += f" (planned {1000 * progress.predicted_step_s:.0f})"
@@ -141,7 +141,7 @@ class RichDisplay(Display):
         )
 
     def _stage_table(self) -> RenderableType:
-        progress, shares = self._progress, self._progress.stage_shares()
+        progress, shares = self.progress, self.progress.stage_shares()
         table = Table.grid(expand=True, padding=(0, 2, 0, 0))
         table.add_column(no_wrap=True)
         table.add_column(no_wrap=True, style="dim", overflow="ellipsis", max_width=28)
@@ -154,7 +154,7 @@ class RichDisplay(Display):
         return table
 
     def _facts(self) -> RenderableType:
-        progress, status = self._progress, self._progress.status
+        progress, status = self.progress, self.progress.status
         facts: list[Text] = []
         if status.get("eval_loss") is not None:
             facts.append(_fact("held-out loss", format_number(status["eval_loss"])))
@@ -170,7 +170,7 @@ class RichDisplay(Display):
         return _Facts(facts)
 
     def _state(self) -> Text:
-        status = self._progress.status
+        status = self.progress.status
         state = str(status.get("state", "starting"))
         text = Text(f" {state} ", style=STATE_STYLES.get(state, "yellow"))
         if state != "running" and status.get("reason"):

@@ -2,11 +2,13 @@
 
 import io
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from elastic_trainer.errors import RunError
 from elastic_trainer.observability.display import (
     Display,
     PlainDisplay,
@@ -14,6 +16,7 @@ from elastic_trainer.observability.display import (
     choose_display,
 )
 from elastic_trainer.observability.panel import RichDisplay
+from elastic_trainer.observability.picture import draw
 from elastic_trainer.observability.progress import (
     Progress,
     busy_share,
@@ -22,6 +25,7 @@ from elastic_trainer.observability.progress import (
     phase_shares,
     sparkline,
 )
+from elastic_trainer.observability.record import RunRecord
 
 PLAN = {
     "generation": 1,
@@ -241,3 +245,19 @@ def test_sparklines() -> None:
     assert sparkline([1.0, float("nan"), 0.0], 10) == "█▁"
     falling = sparkline([float(1000 - index) for index in range(1000)], 8)
     assert falling == "█▇▆▅▄▃▂▁"
+
+
+def test_a_picture_shows_a_run_as_it_stood(tmp_path: Path) -> None:
+    with RunRecord(tmp_path / "my-run") as record:
+        with pytest.raises(RunError, match="no update to show"):
+            draw(record.path)
+        record.write_status({**STATUS, "state": "completed", "started_at": 100.0})
+        for update in range(1, 101):
+            record.append_update(line(update, loss=100 / update) | {"time": 100.0 + update})
+    whole = draw(tmp_path / "my-run").replace("&#160;", " ")
+    assert whole.startswith("<svg") and "update 100 / 100" in whole and "completed" in whole
+    half = draw(tmp_path / "my-run", 50).replace("&#160;", " ")
+    assert "update 50 / 100" in half and "0:50" in half and "running" in half
+    assert "update 10, 0:40 ago" in half
+    early = draw(tmp_path / "my-run", 5).replace("&#160;", " ")
+    assert "checkpoint" not in early and "checkpoint" in half
