@@ -89,7 +89,7 @@ class StageHandle:
 
         self.worker = worker
         options = _resource_options(resources)
-        actor = ray.remote(concurrency_groups={"compute": 1, "control": 2})(StageWorker)
+        actor = ray.remote(**_groups(compute=1, control=2))(StageWorker)
         self._actor: Any = actor.options(
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
@@ -204,7 +204,7 @@ class CoordinatorHandle:
         from elastic_trainer.actors.coordinator import Coordinator
 
         actor = (
-            ray.remote(concurrency_groups={"main": 1, "control": 4})(Coordinator)
+            ray.remote(**_groups(main=1, control=4))(Coordinator)
             .options(
                 name=actor_name(run_dir),
                 namespace=NAMESPACE,
@@ -261,6 +261,11 @@ def actor_name(run_dir: str) -> str:
     """Name of the coordinator of the run in this folder: runs of one name may lie apart."""
     digest = hashlib.sha256(run_dir.encode()).hexdigest()[:12]
     return f"coordinator:{run_dir.rpartition('/')[2]}:{digest}"
+
+
+def _groups(**threads: int) -> dict[str, Any]:
+    """Calls of one group run in order on that many threads; Ray's own typing lacks the option."""
+    return {"concurrency_groups": threads}
 
 
 def _this_node() -> NodeAffinitySchedulingStrategy:
