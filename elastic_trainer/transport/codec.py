@@ -149,7 +149,9 @@ def read_tensors(header: Header, frames: Sequence[Frame], device: torch.device) 
             else:
                 tensors.append(torch.empty(shape, dtype=dtype, device=device))
         except (RuntimeError, OverflowError, TypeError) as error:
-            raise TransportError(f"{header.tag}: not a shape: {shape}: {error}") from error
+            raise TransportError(
+                f"{header.tag} from {header.sender} announces an impossible shape {shape}"[:200]
+            ) from error
     return tensors
 
 

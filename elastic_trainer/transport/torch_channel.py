@@ -149,10 +149,15 @@ class TorchChannel(ZmqChannel):
         self._timeout = timedelta(seconds=timeout_s)
         self._outgoing: dict[WorkerId, tuple[str, _Edge]] = {}
         self._incoming: dict[WorkerId, tuple[str, _Edge]] = {}
-        # torch's store waits for all ranks unless told not to; its port is any free one.
-        self._store: Any = _c10d.TCPStore(
-            bind_ip, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
-        )
+        self._store: Any = None
+        try:
+            # torch's store waits for all ranks unless told not to; its port is any free one.
+            self._store = _c10d.TCPStore(
+                bind_ip, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
+            )
+        except RuntimeError as error:
+            self.close()
+            raise TransportError(f"{worker} cannot open a store on {bind_ip}: {error}") from error
         self._store_port = self._store.port
         log.warning(
             "%s: torch.distributed neither authenticates nor encrypts its connections; use "

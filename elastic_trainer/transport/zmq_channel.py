@@ -157,6 +157,7 @@ class ZmqChannel(BufferedChannel):
             self._gatekeeper.thread.join()
             self._wake_reader.close()
             self._wake_writer.close()
+            Path(self._ipc_endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
             if self._owns_folder:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
