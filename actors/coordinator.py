@@ -71,6 +71,7 @@ class Coordinator:
         self._descriptions: dict[str, Mapping[str, Any]] = {}
         self._plan: Plan | None = None
         self._segment_index = 0
+        self._queued: dict[int, int] = {}
         self._eval_key = EVAL_KEYS
         self._stopping = False
         self._summary: RunResult | None = None
@@ -321,7 +322,9 @@ class Coordinator:
         self._segment_index += 1
         for stage in plan.stages:
             call = self.crew.stages[stage.worker].run_segment(segment)
-            self._when(call, lambda report: self._collect(order, segment, report))
+            self._when(call, partial(self._collect, order, segment))
+            self._queued[stage.stage] = self._queued.get(stage.stage, 0) + 1
+            self.recorder.queued(stage.stage, self._queued[stage.stage])
 
     def _actions(self, plan: Plan, groups: list[int]) -> Any:
         first = self._descriptions[plan.stages[0].worker]
@@ -337,6 +340,8 @@ class Coordinator:
 
     def _collect(self, order: Order, segment: Segment, report: Any) -> None:
         order.reports[report.stage] = report
+        self._queued[report.stage] -= 1
+        self.recorder.queued(report.stage, self._queued[report.stage])
         assert self._plan is not None
         if len(order.reports) < self._plan.num_stages:
             return

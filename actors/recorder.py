@@ -10,7 +10,8 @@ import ray
 from elastic_trainer.config import Config, to_yaml
 from elastic_trainer.elastic.instructions import Instruction
 from elastic_trainer.elastic.state import Phase, State
-from elastic_trainer.observability.metrics import RunMetrics, busy_ratio
+from elastic_trainer.observability.metrics import RunMetrics
+from elastic_trainer.observability.progress import phase_shares
 from elastic_trainer.observability.record import TARGETS_FILE, RunRecord
 from elastic_trainer.observability.targets import clear_targets, write_targets
 from elastic_trainer.pipeline.lr import lr_at
@@ -19,6 +20,7 @@ from elastic_trainer.types import CheckpointInfo, Plan, RunResult, StageReport
 from elastic_trainer.version import __version__
 
 HEARTBEAT_S = 0.5  # how often the status is written while nothing else changes
+MODALITIES = {"columns": "tensor", "synthetic": "synthetic"}
 ROUTINE = ("RunSegment",)  # instructions too frequent for the log of events
 STATE_NAMES = {
     Phase.STARTING: "starting",
@@ -43,6 +45,8 @@ class Recorder:
         self._eval_loss: float | None = None
         self._beat = 0.0
         self._reason = ""
+        self._joined = 0
+        self._resumed = start_update > 0
 
     def begin(self) -> None:
         """The run starts: configuration, metrics server, targets."""
@@ -78,12 +82,16 @@ class Recorder:
     def joined(self, worker: str, description: Mapping[str, Any]) -> None:
         """A worker has started."""
         facts = {k: description[k] for k in ("node_ip", "pid", "device_class")}
+        self._joined += 1
+        waiting = self.config.cluster.num_workers - self._joined
+        self.metrics.observe_workers({"starting": waiting, "running": self._joined})
         self.event("worker", f"{worker} joined", worker=worker, **facts)
 
     def planned(self, plan: Plan) -> None:
         """A plan is put into force."""
         self.record.write_plan(plan)
-        self.metrics.observe_plan(plan, self.config.train.max_steps)
+        reason = "resume" if self._resumed else "start"
+        self.metrics.observe_plan(plan, self.config.train.max_steps, reason)
         self.record.write_status({"generation": plan.generation})
         self.event("plan", "; ".join(plan.reasons), generation=plan.generation)
 
@@ -109,6 +117,7 @@ class Recorder:
                 "samples": batch.num_samples,
                 "epoch": batch.end.epoch,
                 "skipped": of_last.skipped,
+                "modality": MODALITIES.get(self.config.data.format, "text"),
                 "time": end,
                 "segment": segment.index,
                 "generation": segment.generation,
@@ -118,6 +127,10 @@ class Recorder:
         self._previous_end = previous
         self.metrics.observe_segment(reports)
         self._write_progress(reports, plan)
+
+    def queued(self, stage: int, num_segments: int) -> None:
+        """A stage was given a segment, or has finished one."""
+        self.metrics.observe_queue(stage, num_segments)
 
     def evaluated(self, update: int, loss_sum: float, num_valid: int) -> None:
         """The held-out loss is known."""
@@ -188,7 +201,7 @@ class Recorder:
                 "update": self._line["update"],
                 "loss": self._line["loss"],
                 "tokens_per_s": self._line["tokens_per_s"],
-                "stage_busy": [busy_ratio(r.busy_s, r.wall_s) for r in reports],
+                "stage_busy": [phase_shares(r.busy_s, r.wall_s) for r in reports],
                 "predicted_step_s": plan.predicted.step_s,
             }
         )

@@ -1,12 +1,13 @@
 """Value objects that several layers share. Pure data: no torch, no Ray, no I/O.
 
-Vocabulary (docs/architecture.md): a *layer* is the smallest unit of planning and recovery, a *stage*
-a contiguous range of layers on one *worker*, a *microbatch* what flows through the pipeline, an
-*update* one optimizer step, a *segment* the work between two *commit points*, a *generation* the
-number of the membership.
+Vocabulary (docs/architecture.md): a *layer* is the smallest unit of planning and recovery, a
+*stage* a contiguous range of layers on one *worker*, a *microbatch* what flows through the
+pipeline, an *update* one optimizer step, a *segment* the work between two *commit points*, a
+*generation* the number of the membership.
 
-Naming: `num_` for counts, `_s` for seconds, `_bytes` for bytes. Updates count from 1: update u turns
-state u-1 into state u, so "committed update u" means that every stage holds the state after u.
+Naming: `num_` for counts, `_s` for seconds, `_bytes` for bytes. Updates count from 1: update u
+turns state u-1 into state u, so "committed update u" means that every stage holds the state after
+u.
 """
 
 from collections.abc import Mapping

@@ -115,22 +115,28 @@ def train(
     ] = False,
 ) -> int:
     """Train a model. Ctrl-C stops at the next commit point with a checkpoint; twice, at once."""
+    from elastic_trainer.run import dry_run as check
     from elastic_trainer.run import train_command
 
     if detach and dry_run:
         raise ConfigError("--detach and --dry-run exclude each other")
     config, settings = split_config(config, overrides)
-    return train_command(
-        config,
-        settings,
-        workers=workers,
-        address=address,
-        run_dir=run_dir,
-        resume=resume,
-        detach=detach,
-        dry_run=dry_run,
-        fast_dev_run=fast_dev_run,
-    )
+    options: dict[str, Any] = {
+        "workers": workers,
+        "address": address,
+        "run_dir": run_dir,
+        "resume": resume,
+        "fast_dev_run": fast_dev_run,
+    }
+    if dry_run:
+        resolved, made = check(config, settings, **options)
+        from elastic_trainer.config import to_yaml
+
+        typer.echo(to_yaml(resolved))
+        render.plan(made, as_json=False)
+        typer.echo("Dry run: nothing was started.")
+        return 0
+    return train_command(config, settings, detach=detach, **options)
 
 
 @app.command()

@@ -57,12 +57,16 @@ def _histogram(name: str, text: str) -> Spec:
 
 UPDATES = _counter("updates_total", "Committed optimizer steps.")
 SKIPPED = _counter("skipped_updates_total", "Updates skipped because a gradient overflowed.")
-SAMPLES = _counter("samples_total", "Samples of committed updates.")
+SAMPLES = _counter("samples_total", "Samples of committed updates.", "modality")
 TOKENS = _counter("tokens_total", "Tokens (positions) of committed updates.")
 BUSY = _counter("stage_busy_seconds_total", "Time of each stage by what it did.", "stage", "phase")
 TRANSFER = _counter(
-    "stage_transfer_bytes_total", "Bytes that each stage sent and received.", "stage", "direction"
+    "activation_bytes_total",
+    "Bytes of activations and gradients that each stage sent and received.",
+    "stage",
+    "direction",
 )
+RECONFIGURATIONS = _counter("reconfigurations_total", "Plans put into force.", "reason")
 EVALUATIONS = _counter("evaluations_total", "Evaluations on held-out data.")
 CHECKPOINTS = _counter("checkpoints_total", "Checkpoints completed.")
 CHECKPOINT_FAILURES = _counter("checkpoint_failures_total", "Checkpoints that failed.")
@@ -80,6 +84,8 @@ STAGES = _gauge("stages", "Stages of the pipeline.")
 BUSY_RATIO = _gauge("stage_busy_ratio", "Computing share of the newest segment.", "stage")
 PEAK_LIVE = _gauge("stage_peak_activations", "Most microbatches alive at once.", "stage")
 PEAK_BYTES = _gauge("stage_peak_activation_bytes", "Most bytes of live activations.", "stage")
+QUEUE_DEPTH = _gauge("stage_queue_depth", "Segments handed out and not yet done.", "stage")
+WORKERS = _gauge("workers", "Workers of the run.", "state")
 STALENESS = _gauge("stage_staleness_updates", "Updates by which gradients were late.", "stage")
 CHECKPOINT_UPDATE = _gauge("checkpoint_last_update", "Update of the newest checkpoint.")
 CHECKPOINT_BYTES = _gauge("checkpoint_last_bytes", "Size of the newest checkpoint.")
@@ -197,8 +203,20 @@ class RunMetrics:
         self._server: tuple[HTTPServer, threading.Thread] | None = None
         self._store.set(BUILD_INFO, 1, version)
 
-    def observe_plan(self, plan: Plan, target_updates: int | None = None) -> None:
+    def observe_workers(self, counts: Mapping[str, int]) -> None:
+        """How many workers are in which state (starting, running)."""
+        for state, count in counts.items():
+            self._store.set(WORKERS, count, state)
+
+    def observe_queue(self, stage: int, num_segments: int) -> None:
+        """Segments that a stage was given and has not finished."""
+        self._store.set(QUEUE_DEPTH, num_segments, str(stage))
+
+    def observe_plan(
+        self, plan: Plan, target_updates: int | None = None, reason: str = "start"
+    ) -> None:
         """A plan was put into force; series of stages that it lacks go."""
+        self._store.add(RECONFIGURATIONS, 1, reason)
         self._store.keep_stages(plan.num_stages)
         self._store.set(STAGES, plan.num_stages)
         self._store.set(PREDICTED_STEP, plan.predicted.step_s)
@@ -210,7 +228,7 @@ class RunMetrics:
         store = self._store
         store.add(UPDATES, 1)
         store.add(SKIPPED, 1 if line.get("skipped") else 0)
-        store.add(SAMPLES, line.get("samples") or 0)
+        store.add(SAMPLES, line.get("samples") or 0, line.get("modality") or "text")
         store.add(TOKENS, line.get("tokens") or 0)
         store.set(UPDATE, line["update"])
         store.set(LOSS, line.get("loss"))

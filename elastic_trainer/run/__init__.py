@@ -2,7 +2,7 @@
 
 from elastic_trainer.run.control import runs, status, stop
 from elastic_trainer.run.launch import fit
-from elastic_trainer.run.planning import plan_command
+from elastic_trainer.run.planning import dry_run, plan_command
 from elastic_trainer.run.results import checkpoints, evaluate, export, generate
 from elastic_trainer.run.train import train_command
 from elastic_trainer.types import RunResult
@@ -10,6 +10,7 @@ from elastic_trainer.types import RunResult
 __all__ = [
     "RunResult",
     "checkpoints",
+    "dry_run",
     "evaluate",
     "export",
     "fit",

@@ -10,11 +10,9 @@ from elastic_trainer.errors import RunError
 from elastic_trainer.observability.record import ENDED
 from elastic_trainer.observability.runs import (
     list_runs,
-    read_events,
-    read_plan,
     read_status,
     resolve_run,
-    tail_updates,
+    run_story,
 )
 from elastic_trainer.run.cluster import connect_for_control
 
@@ -23,12 +21,7 @@ ANSWER_S = 30.0
 
 def status(run: str | Path) -> dict[str, Any]:
     """Where a run stands: its status, plan, newest updates and events."""
-    run_dir = resolve_run(run)
-    return read_status(run_dir) | {
-        "plan": read_plan(run_dir),
-        "updates": tail_updates(run_dir, 5),
-        "events": read_events(run_dir)[-10:],
-    }
+    return run_story(resolve_run(run))
 
 
 def runs(storage: str | Path = "runs") -> list[dict[str, Any]]:

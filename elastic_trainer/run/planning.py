@@ -1,4 +1,4 @@
-"""`elastic-trainer plan`: what a run would do, without a cluster."""
+"""What a run would do, without a cluster: `elastic-trainer plan` and `train --dry-run`."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.models.registry import load_model, ties
 from elastic_trainer.pipeline.profiler import device_class, profile_layers
 from elastic_trainer.run.cluster import add_working_folder
-from elastic_trainer.run.prepare import Source, resolve_config
+from elastic_trainer.run.prepare import Source, prepare, resolve_config
 from elastic_trainer.types import Plan
 
 
@@ -44,3 +44,31 @@ def plan_command(
     memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
     description = {"memory_bytes": memory, "ties": [(t.owner, t.follower) for t in ties(model)]}
     return config, plan_for(config, profile, names, 1, dict.fromkeys(names, description))
+
+
+def dry_run(
+    source: Source,
+    overrides: Sequence[str],
+    *,
+    workers: int | None = None,
+    address: str | None = None,
+    run_dir: str | None = None,
+    resume: str | None = None,
+    fast_dev_run: bool = False,
+) -> tuple[Config, Plan]:
+    """Check everything that `train` checks before it starts, and plan.
+
+    Raises:
+        ElasticTrainerError: what `train` would refuse.
+    """
+    add_working_folder()
+    launch = prepare(
+        source,
+        overrides,
+        workers=workers,
+        address=address,
+        run_dir=run_dir,
+        resume=resume,
+        fast_dev_run=fast_dev_run,
+    )
+    return plan_command(launch.config, ())

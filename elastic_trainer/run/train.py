@@ -1,4 +1,4 @@
-"""`elastic-trainer train`: a run with its first and last words, dry runs and detached runs."""
+"""`elastic-trainer train`: a run with its last words, in the foreground or detached."""
 
 import subprocess
 import sys
@@ -9,15 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from elastic_trainer.config import load_config, to_yaml
+from elastic_trainer.config import load_config
 from elastic_trainer.data.info import describe
 from elastic_trainer.errors import ElasticTrainerError, RunError
 from elastic_trainer.observability.runs import is_run, read_status
 from elastic_trainer.run.launch import fit
-from elastic_trainer.run.planning import plan_command
 from elastic_trainer.run.prepare import Launch, prepare
 from elastic_trainer.run.results import generate
-from elastic_trainer.types import Plan, RunResult
+from elastic_trainer.types import RunResult
 
 DETACH_S = 60.0  # a detached run that has not begun by then never will
 SAMPLE_PROMPT = "def "
@@ -33,7 +32,6 @@ def train_command(
     run_dir: str | None = None,
     resume: str | None = None,
     detach: bool = False,
-    dry_run: bool = False,
     fast_dev_run: bool = False,
 ) -> int:
     """What the command does; returns its exit code.
@@ -42,12 +40,6 @@ def train_command(
         ElasticTrainerError: the run could not start.
     """
     console = Console(highlight=False)
-    if dry_run:
-        config, plan = plan_command(config_path, overrides, workers)
-        console.print(to_yaml(config), markup=False)
-        show_plan(console, plan)
-        console.print("Dry run: nothing was started.")
-        return 0
     if detach:
         launch = prepare(
             config_path,
@@ -72,26 +64,6 @@ def train_command(
         raise ElasticTrainerError(result.reason, f"Run folder: {result.run_dir}")
     show_result(console, result)
     return 0
-
-
-def show_plan(console: Console, plan: Plan) -> None:
-    """Stages, predictions and reasons."""
-    predicted = plan.predicted
-    console.print(
-        f"{plan.num_stages} stages, {plan.schedule}, {plan.num_microbatches} microbatches: "
-        f"predicted {predicted.step_s * 1000:.1f} ms a step, {predicted.bubble_ratio:.0%} idle"
-    )
-    for stage, busy, memory in zip(
-        plan.stages, predicted.stage_busy_s, predicted.stage_memory_bytes, strict=True
-    ):
-        names = plan.layers[stage.first : stage.stop]
-        span = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        console.print(
-            f"  stage {stage.stage} on {stage.worker}: {span} ({len(names)} layers), "
-            f"{busy * 1000:.1f} ms busy, {memory / 2**20:.0f} MiB"
-        )
-    for reason in plan.reasons:
-        console.print(f"  - {escape(reason)}")
 
 
 def show_result(console: Console, result: RunResult) -> None:

@@ -1,1 +1,1 @@
-"""What the tests of this project, and of its users, need: clusters in a process, faults, oracles."""
+"""What tests need, ours and our users': pipelines in one process, oracles."""

@@ -15,6 +15,7 @@ from elastic_trainer.cli.commands import app
 from elastic_trainer.cli.complete import complete_config, complete_override, complete_run
 from elastic_trainer.cli.main import run
 from elastic_trainer.cli.render import format_bytes
+from elastic_trainer.config import load_config
 from elastic_trainer.errors import ClusterError, ConfigError, ScheduleError
 from elastic_trainer.observability.record import RunRecord
 from elastic_trainer.types import CheckpointInfo, Plan, Prediction, StagePlan
@@ -135,7 +136,6 @@ def test_train_passes_everything_on(fake: FakeRun, capsys: pytest.CaptureFixture
                 "run_dir": "d",
                 "resume": "auto",
                 "detach": False,
-                "dry_run": False,
                 "fast_dev_run": True,
             },
         )
@@ -150,11 +150,13 @@ def test_calls_fit_the_real_functions(fake: FakeRun, storage: Path) -> None:
     fake.answers |= {
         "train_command": 0,
         "plan_command": (None, PLAN),
+        "dry_run": (load_config(None), PLAN),
         "stop": {"name": "", "update": 0},
     }
     fake.answers |= {"checkpoints": [], "export": "o", "generate": "", "evaluate": EVALUATED}
     for args in (
         ["train"],
+        ["train", "--dry-run"],
         ["plan"],
         ["stop", "first"],
         ["checkpoints", "first"],
@@ -167,7 +169,7 @@ def test_calls_fit_the_real_functions(fake: FakeRun, storage: Path) -> None:
     real = importlib.import_module("elastic_trainer.run")
     for name, positional, keywords in fake.calls:
         inspect.signature(getattr(real, name)).bind(*positional, **keywords)
-    assert len(fake.calls) == 7
+    assert len(fake.calls) == 8
 
 
 EVALUATED = {"run": "first", "update": 1, "loss": 2.0, "perplexity": 7.389, "tokens": 640}
