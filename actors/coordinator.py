@@ -410,7 +410,9 @@ class Coordinator:
     def _crash(self, error: Exception) -> None:
         """A fault of the coordinator itself: recorded like any other end."""
         self.recorder.event("traceback", traceback.format_exc())
-        self._finish("failed", self.state.committed, f"coordinator (pid {os.getpid()}): {error}")
+        ours = isinstance(error, ElasticTrainerError)
+        reason = str(error) if ours else f"coordinator (pid {os.getpid()}): {_last_line(error)}"
+        self._finish("failed", self.state.committed, reason)
 
 
 def _last_line(error: Exception) -> str:

@@ -47,7 +47,7 @@ class Pending(Generic[T]):
         except ray.exceptions.GetTimeoutError as error:
             raise TimeoutError(f"{self.worker} did not answer in {timeout_s:.0f} s") from error
         except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
-            raise WorkerLostError(f"{self.worker} is gone: {_first_line(error)}") from error
+            raise _actor_error(self.worker, error) from error
         except RayTaskError as error:
             if isinstance(error.cause, ElasticTrainerError):
                 raise error.cause from None
@@ -63,6 +63,16 @@ def wait_any(pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[
     if ready:  # take along what came at the same time
         ready, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
     return [by_ref[ref] for ref in ready]
+
+
+def _actor_error(worker: WorkerId, error: RayActorError) -> ElasticTrainerError:
+    """What a dead actor's constructor raised, if it was one of ours; else that it is lost."""
+    cause = getattr(error.args[0], "cause", None) if error.args else None
+    if isinstance(cause, ElasticTrainerError):
+        return cause
+    if isinstance(cause, Exception):
+        return WorkerLostError(f"{worker} could not start: {type(cause).__name__}: {cause}")
+    return WorkerLostError(f"{worker} is gone: {_first_line(error)}")
 
 
 def _first_line(error: BaseException) -> str:

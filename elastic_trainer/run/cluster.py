@@ -45,6 +45,7 @@ def connected(config: Config) -> Iterator[str]:
         ClusterError: nothing answers at the address.
         AuthenticationError: the token is missing or wrong.
     """
+    _quieten_ray()
     address = resolve_address(config.cluster.address)
     options = _options(config, address)
     if ":" in address:
@@ -65,6 +66,7 @@ def connected(config: Config) -> Iterator[str]:
 
 def connect_for_control(address: str) -> None:
     """Connect to a running run's cluster, to call its coordinator."""
+    _quieten_ray()
     _check_reachable(address)
     try:
         ray.init(
@@ -130,6 +132,16 @@ def _shipped(config: Config) -> dict[str, Any]:
             package = Path(folder) / name
             modules.append(str(package if package.is_dir() else package.with_suffix(".py")))
     return {"py_modules": list(dict.fromkeys(modules)), "excludes": ["**/__pycache__"]}
+
+
+def _quieten_ray() -> None:
+    """Drop Ray's notice that a token is in use; its warning that none is stays."""
+    log = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    log.addFilter(_is_worth_showing)  # a second time changes nothing
+
+
+def _is_worth_showing(record: logging.LogRecord) -> bool:
+    return "authentication is enabled" not in record.getMessage()
 
 
 def _check_reachable(address: str) -> None:

@@ -1,5 +1,6 @@
 """Everything that is checked before anything starts: configuration, data, folder, resume point."""
 
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,9 +12,11 @@ from elastic_trainer.checkpoint.resume import resolve_resume
 from elastic_trainer.checkpoint.store import CheckpointStore
 from elastic_trainer.config import Config, load_config
 from elastic_trainer.data.info import describe
-from elastic_trainer.errors import RunError
+from elastic_trainer.errors import ConfigError, PlanError, RunError
+from elastic_trainer.models.registry import load_model
 from elastic_trainer.observability.record import is_alive, new_run_name
 from elastic_trainer.observability.runs import is_run
+from elastic_trainer.run.cluster import resolve_address
 from elastic_trainer.types import Cursor
 
 Source = str | Path | Mapping[str, Any] | Config | None
@@ -76,11 +79,13 @@ def prepare(
     """Check everything that can be checked without a cluster.
 
     Raises:
-        ConfigError, DataError, ModelError, CheckpointError, RunError: what is wrong and what to do.
+        ElasticTrainerError: what is wrong and what to do.
     """
     config = resolve_config(
         source, overrides, workers=workers, address=address, fast_dev_run=fast_dev_run
     )
+    _check_model(config)
+    _check_port(config)
     label = config.model.target.rpartition(":")[2] if config.model.target else config.model.name
     name = config.run.name or new_run_name(label, time.time())
     folder = Path(run_dir) if run_dir is not None else Path(config.run.storage_path) / name
@@ -107,6 +112,37 @@ def prepare(
         checkpoint=point.store.root if point else None,
         notes=_notes(resume, point),
     )
+
+
+def _check_model(config: Config) -> None:
+    """Refuse what the workers would refuse: they start in seconds, this takes none.
+
+    Left to the workers: modules that may be on a cluster's nodes only, and Hugging Face models,
+    whose library takes long to load.
+    """
+    is_hf = config.model.target is None and config.model.name == "hf"
+    if is_hf or resolve_address(config.cluster.address) != "local":
+        return
+    num_layers, num_workers = len(load_model(config).layers), config.cluster.num_workers
+    if num_workers > num_layers:
+        raise PlanError(
+            f"{num_workers} stages, but the model has only {num_layers} layers",
+            f"Use at most {num_layers} workers (cluster.num_workers).",
+        )
+
+
+def _check_port(config: Config) -> None:
+    """The coordinator will serve metrics on this node: see that the port is free."""
+    host, port = config.metrics.host, config.metrics.port
+    if not config.metrics.enabled or not port:
+        return
+    try:
+        socket.create_server((host, port)).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve metrics on {host}:{port}: {error.strerror or error}",
+            "Choose another metrics.port (0: any free one) or metrics.host.",
+        ) from error
 
 
 def _notes(resume: str | None, point: Any) -> tuple[str, ...]:

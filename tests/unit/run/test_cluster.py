@@ -1,0 +1,302 @@
+"""Which Ray is joined, what is shipped to it, and what each worker asks of it; without Ray."""
+
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import AuthenticationError as RayAuthenticationError
+
+import elastic_trainer
+from elastic_trainer.actors import workers
+from elastic_trainer.actors.workers import Crew, bundles
+from elastic_trainer.config import ClusterConfig, Config, LossConfig, ModelConfig
+from elastic_trainer.errors import AuthenticationError, ClusterError
+from elastic_trainer.run import cluster
+
+PACKAGE = str(Path(elastic_trainer.__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("resources", "expected"),
+    [
+        ({"CPU": 8.0}, [{"CPU": 1.0}] * 3),
+        ({"CPU": 8.0, "GPU": 4.0}, [{"GPU": 1.0}] * 3),
+        ({"CPU": 8.0, "GPU": 3.0}, [{"GPU": 1.0}] * 3),
+        ({"CPU": 8.0, "GPU": 1.0}, [{"GPU": 1.0}, {"CPU": 1.0}, {"CPU": 1.0}]),
+        ({}, [{"CPU": 1.0}] * 3),
+    ],
+)
+def test_a_gpu_each_where_there_are(
+    resources: Mapping[str, float], expected: list[dict[str, float]]
+) -> None:
+    assert bundles(ClusterConfig(num_workers=3), resources) == expected
+
+
+def test_what_is_configured_wins() -> None:
+    asked = {"CPU": 2.0, "fast_disk": 0.5}
+    config = ClusterConfig(num_workers=2, resources_per_worker=asked)
+    made = bundles(config, {"GPU": 8.0})
+    assert made == [asked, asked]
+    made[0]["CPU"] = 9.0
+    assert config.resources_per_worker["CPU"] == 2.0 == made[1]["CPU"], "each has its own"
+
+
+def test_accelerator_type() -> None:
+    config = ClusterConfig(num_workers=2, accelerator_type="A100")
+    assert bundles(config, {"GPU": 2.0}) == [{"GPU": 1.0, "accelerator_type:A100": 0.001}] * 2
+    both = ClusterConfig(
+        num_workers=1, accelerator_type="T4", resources_per_worker={"GPU": 0.5, "CPU": 1}
+    )
+    assert bundles(both, {}) == [{"GPU": 0.5, "CPU": 1, "accelerator_type:T4": 0.001}]
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [
+        (None, None, "local"),
+        (None, "10.0.0.1:6379", "auto"),
+        ("local", "10.0.0.1:6379", "local"),
+        ("auto", None, "auto"),
+        ("host:1", "10.0.0.1:6379", "host:1"),
+    ],
+)
+def test_which_cluster(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, environment: str | None, expected: str
+) -> None:
+    if environment is not None:
+        monkeypatch.setenv("RAY_ADDRESS", environment)
+    assert cluster.resolve_address(given) == expected
+
+
+class FakeRay:
+    """Stands in for `ray.init` and `ray.shutdown`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.options: dict[str, Any] = {}
+        self.num_shutdowns = 0
+        self.address_info = {"gcs_address": "1.2.3.4:5"}
+
+    def init(self, **options: Any) -> "FakeRay":
+        self.options = options
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def shutdown(self) -> None:
+        self.num_shutdowns += 1
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay()
+    monkeypatch.setattr(cluster.ray, "init", fake.init)
+    monkeypatch.setattr(cluster.ray, "shutdown", fake.shutdown)
+    return fake
+
+
+def config(address: str | None = None, num_workers: int = 2, **parts: Any) -> Config:
+    return Config(cluster=ClusterConfig(address=address, num_workers=num_workers), **parts)
+
+
+def test_a_local_ray_has_a_cpu_per_worker_and_no_dashboard(fake_ray: FakeRay) -> None:
+    with cluster.connected(config(num_workers=1000)) as address:
+        assert address == "1.2.3.4:5"
+        assert fake_ray.num_shutdowns == 0
+    assert fake_ray.num_shutdowns == 1
+    assert fake_ray.options["address"] == "local"
+    assert fake_ray.options["num_cpus"] == 1000
+    assert fake_ray.options["include_dashboard"] is False
+    assert "runtime_env" not in fake_ray.options, "its workers have what this process has"
+    with cluster.connected(config(num_workers=1)):
+        assert fake_ray.options["num_cpus"] == os.cpu_count()
+
+
+def test_the_connection_ends_with_the_block(fake_ray: FakeRay) -> None:
+    with pytest.raises(KeyError), cluster.connected(config()):
+        raise KeyError
+    assert fake_ray.num_shutdowns == 1
+
+
+@pytest.mark.usefixtures("fake_ray")
+@pytest.mark.parametrize("connect", ["train", "control"])
+def test_nothing_answers(connect: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(ClusterError, match=f"no Ray cluster answers at {address}.*ray start"):
+        if connect == "control":
+            cluster.connect_for_control(address)
+        else:
+            with cluster.connected(config(address)):
+                pytest.fail("connected to nothing")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "parts"),
+    [
+        (ConnectionError("\n\nno GCS\nmore"), ClusterError, ["auto: no GCS", "--address local"]),
+        (RuntimeError("Invalid token"), AuthenticationError, ["RAY_AUTH_TOKEN_PATH"]),
+        (RuntimeError("x: Unauthenticated"), AuthenticationError, ["RAY_AUTH_MODE=token"]),
+        (RayAuthenticationError("bad"), AuthenticationError, ["refused this program's token"]),
+        (TimeoutError(), ClusterError, ["TimeoutError"]),
+        (ValueError("odd"), ClusterError, ["odd"]),
+    ],
+)
+def test_why_a_cluster_cannot_be_joined(
+    fake_ray: FakeRay, error: Exception, kind: type[ClusterError], parts: list[str]
+) -> None:
+    fake_ray.error = error
+    with pytest.raises(ClusterError) as caught, cluster.connected(config("auto")):
+        pytest.fail("connected")
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    assert all(part in str(caught.value) for part in parts)
+
+
+def test_a_cluster_is_sent_the_package(fake_ray: FakeRay) -> None:
+    with cluster.connected(config("auto")):
+        pass
+    assert fake_ray.options["runtime_env"]["py_modules"] == [PACKAGE]
+    assert "num_cpus" not in fake_ray.options
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module and a package of a user's, importable."""
+    (tmp_path / "lone_model.py").write_text("def make(): ...\n")
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "__init__.py").write_text("")
+    (tmp_path / "own_package" / "losses.py").write_text("def loss(): ...\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def test_a_cluster_is_sent_the_users_modules(fake_ray: FakeRay, modules: Path) -> None:
+    model, loss = (
+        ModelConfig(target="lone_model:make"),
+        LossConfig(target="own_package.losses:loss"),
+    )
+    with cluster.connected(config("auto", model=model, loss=loss)):
+        pass
+    shipped = fake_ray.options["runtime_env"]["py_modules"]
+    assert shipped == [PACKAGE, str(modules / "lone_model.py"), str(modules / "own_package")]
+    assert all(Path(path).exists() for path in shipped)
+
+
+def test_a_job_that_ships_modules_itself_is_left_alone(
+    fake_ray: FakeRay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = {"runtime_env": {"py_modules": ["gcs://x.zip"]}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    with cluster.connected(config("auto")):
+        pass
+    assert fake_ray.options["runtime_env"] == {}
+
+
+def test_where_workers_find_the_users_modules(
+    modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = config(model=ModelConfig(target="lone_model:make"))
+    assert cluster.worker_environment(own) == {"PYTHONPATH": str(modules)}
+    both = config(
+        model=ModelConfig(target="lone_model:make"),
+        loss=LossConfig(target="own_package.losses:loss"),
+    )
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    expected = os.pathsep.join([str(modules), "/somewhere"])
+    assert cluster.worker_environment(both) == {"PYTHONPATH": expected}
+
+
+def test_installed_modules_need_no_path() -> None:
+    assert cluster.module_folder("torch.nn:Linear") is None
+    assert cluster.module_folder("nowhere_at_all:f") is None
+    assert cluster.module_folder(None) is None
+    assert cluster.worker_environment(config()) == {}
+
+
+def test_targets_may_lie_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["/elsewhere"])
+    cluster.add_working_folder()
+    cluster.add_working_folder()
+    assert sys.path == [str(tmp_path), "/elsewhere"]
+
+
+class FullRoom:
+    """A placement group that never gets its room."""
+
+    made: list["FullRoom"] = []
+
+    def __init__(self, wanted: list[dict[str, float]]) -> None:
+        self.wanted = wanted
+        self.released = False
+        self.made.append(self)
+
+    def ready(self, timeout_s: float) -> bool:
+        return False
+
+    def release(self) -> None:
+        self.released = True
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Crew:
+    total, free = {"CPU": 4.0, "GPU": 1.0}, {"CPU": 1.5}
+    monkeypatch.setattr(workers, "_resources", lambda: (total, free))
+    monkeypatch.setattr(workers, "Room", FullRoom)
+    monkeypatch.setattr(FullRoom, "made", [])
+    asked = ClusterConfig(num_workers=3, start_timeout_s=0.0, resources_per_worker={"CPU": 2.0})
+    return Crew(Config(cluster=asked), str(tmp_path / "private"))
+
+
+def test_no_room(full: Crew) -> None:
+    with pytest.raises(ClusterError) as caught:
+        full.reserve(lambda: False)
+    text = str(caught.value)
+    assert "no room for 3 workers after 0 s" in text
+    assert "asked for CPU 6; there is CPU 1.5 free of 4" in text
+    assert "fewer --workers" in text and "\n" not in text
+    full.dismiss(timeout_s=1.0)
+    assert [room.released for room in FullRoom.made] == [True]
+
+
+def test_stopping_ends_the_wait_for_room(full: Crew) -> None:
+    assert full.reserve(lambda: True) == []
+
+
+def test_no_room_for_a_kind_that_is_not_there(full: Crew) -> None:
+    full.config = Config(
+        cluster=ClusterConfig(num_workers=1, start_timeout_s=0.0, accelerator_type="A100")
+    )
+    with pytest.raises(ClusterError) as caught:
+        full.reserve(lambda: False)
+    text = str(caught.value)
+    assert "GPU 1, accelerator_type:A100 0.001" in text
+    assert "accelerator_type:A100 0 free of 0" in text
+
+
+def test_rays_remark_on_tokens_is_not_shown(
+    fake_ray: FakeRay, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Errors are one line: Ray's notice that a token is in use is not part of it."""
+    log = logging.getLogger("ray._private.authentication.authentication_token_setup")
+    with cluster.connected(config()):
+        log.warning("Token authentication is enabled for this Ray cluster. Set …")
+        log.warning("Token authentication is disabled for this Ray cluster. Anyone …")
+    assert [record.message[:32] for record in caplog.records] == [
+        "Token authentication is disabled"
+    ]
