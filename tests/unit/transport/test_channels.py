@@ -35,24 +35,24 @@ def sample(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.randint(high, (size,), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-@pytest.mark.parametrize("dtype", codec._DTYPES.values(), ids=codec._DTYPES)
-def test_every_dtype_and_kind_of_shape_arrives_bit_for_bit(pair: Pair, dtype: torch.dtype) -> None:
+def test_every_dtype_and_kind_of_shape_arrives_bit_for_bit(pair: Pair) -> None:
     a, b = pair
-    sent = [
-        sample(dtype, ()),
-        sample(dtype, (0,)),
-        sample(dtype, (3, 0, 2)),
-        sample(dtype, (7,)),
-        sample(dtype, (4, 6)).t(),
-        sample(dtype, (4, 6))[1:, ::2],
-        sample(dtype, (2,)).expand(5, 2),
-    ]
-    a.send("b", tag(), Message(sent, {"fields": ["x", None, 1.5], "flag": True}))
-    got = b.recv("a", tag(), WAIT_S)
-    assert got.meta == {"fields": ["x", None, 1.5], "flag": True}
-    for want, tensor in zip(sent, got.tensors, strict=True):
-        assert tensor.dtype == dtype and tensor.shape == want.shape and tensor.is_contiguous()
-        assert torch.equal(bits(tensor), bits(want))
+    for i, dtype in enumerate(codec._DTYPES.values()):
+        sent = [
+            sample(dtype, ()),
+            sample(dtype, (0,)),
+            sample(dtype, (3, 0, 2)),
+            sample(dtype, (7,)),
+            sample(dtype, (4, 6)).t(),
+            sample(dtype, (4, 6))[1:, ::2],
+            sample(dtype, (2,)).expand(5, 2),
+        ]
+        a.send("b", tag(i), Message(sent, {"fields": ["x", None, 1.5], "flag": True}))
+        got = b.recv("a", tag(i), WAIT_S)
+        assert got.meta == {"fields": ["x", None, 1.5], "flag": True}
+        for want, tensor in zip(sent, got.tensors, strict=True):
+            assert tensor.dtype == dtype and tensor.shape == want.shape and tensor.is_contiguous()
+            assert torch.equal(bits(tensor), bits(want)), dtype
 
 
 def test_conjugated_and_negated_views_arrive_resolved(pair: Pair) -> None:
@@ -164,7 +164,7 @@ def test_older_generations_are_fenced_in_both_directions(pair: Pair) -> None:
     old, new = tag(generation=1), tag(generation=2)
     a.advance(1)
     a.send("b", old, Message([torch.tensor(1)]))  # buffered in b while b is still in generation 0
-    a.send("b", tag(7, generation=0 + 1), Message([torch.tensor(7)]))
+    a.send("b", tag(7, generation=1), Message([torch.tensor(7)]))
     assert b.recv("a", tag(7, generation=1), WAIT_S).tensors[0].item() == 7
     b.advance(2)  # drops what was buffered
     a.send("b", old, Message([torch.tensor(2)]))  # arrives too late: dropped on arrival
