@@ -33,7 +33,7 @@ from elastic_trainer.schedule.build import build, forward_only, is_asynchronous
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.types import Cursor, Plan, RunResult
 
-POLL_S = 0.2  # how soon a stop request is seen while nothing else happens
+POLL_S = 0.5  # how soon a stop request is seen while nothing else happens
 EVAL_KEYS = 1 << 40  # keys of held-out batches, far from any update
 
 

@@ -19,7 +19,7 @@ from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.types import CheckpointInfo, Plan, RunResult, StageReport
 from elastic_trainer.version import __version__
 
-HEARTBEAT_S = 0.5  # how often the status is written while nothing else changes
+HEARTBEAT_S = 5.0  # how often the status is written while nothing changes
 MODALITIES = {"columns": "tensor", "synthetic": "synthetic"}
 ROUTINE = ("RunSegment",)  # instructions too frequent for the log of events
 STATE_NAMES = {
@@ -44,7 +44,7 @@ class Recorder:
         self._line: dict[str, Any] = {}
         self._eval_loss: float | None = None
         self._beat = 0.0
-        self._reason = ""
+        self._shown: tuple[str | None, str] = (None, "")
         self._joined = 0
         self._resumed = start_update > 0
 
@@ -60,6 +60,8 @@ class Recorder:
             {
                 "state": "starting",
                 "reason": "",
+                "warning": None,
+                "generation": None,
                 "total_updates": self.config.train.max_steps,
                 "metrics_address": address,
                 "ray_address": ray.get_runtime_context().gcs_address,
@@ -157,9 +159,10 @@ class Recorder:
         """Where the run stands, now and then."""
         now = time.monotonic()
         name = STATE_NAMES.get(state.phase)
-        if name is None or (now - self._beat < HEARTBEAT_S and state.reason == self._reason):
+        shown = (name, state.reason)
+        if name is None or (now - self._beat < HEARTBEAT_S and shown == self._shown):
             return
-        self._beat, self._reason = now, state.reason
+        self._beat, self._shown = now, shown
         self.record.write_status({"state": name, "reason": state.reason, "update": state.committed})
 
     def result(self, status: str, reason: str, update: int, checkpoint: str | None) -> RunResult:

@@ -18,7 +18,7 @@ from elastic_trainer.run.cluster import add_working_folder, connected, worker_en
 from elastic_trainer.run.prepare import Launch, Source, prepare
 from elastic_trainer.types import RunResult
 
-POLL_S = 0.25
+POLL_S = 0.5  # how often the run folder is looked at: a driver must not cost a core
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -154,10 +154,9 @@ class Watcher:
         if not is_run(self._run_dir):
             return
         status = read_status(self._run_dir)
-        plan = read_plan(self._run_dir)
-        if plan and plan["generation"] == status.get("generation") != self._generation:
-            self._generation = plan["generation"]
-            self._shown.plan(plan)
+        if status.get("generation") not in (None, self._generation):
+            self._generation = status["generation"]
+            self._shown.plan(read_plan(self._run_dir))
         self._shown.status(status)
         for line in self._new_lines():
             self._shown.update(line)
