@@ -22,10 +22,6 @@ POLL_S = 0.5  # how often the run folder is looked at: a driver must not cost a 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopped(Exception):
-    """The user asked twice: end at once."""
-
-
 def fit(
     config: Source = None,
     *overrides: str,
@@ -82,24 +78,32 @@ def _run(launch: Launch, shown: Display) -> RunResult:
     )
     running = coordinator.run()
     watcher = Watcher(launch, shown)
-    try:
-        with stop_requests(lambda name: _ask_to_stop(coordinator, shown, name)):
-            while True:
-                result = _poll(running)
-                watcher.update()
-                if result is not None:
-                    return result
-    except Stopped:
-        shown.message("stopped at once; the newest checkpoint stays")
-        status = read_status(launch.run_dir)
-        return RunResult(
-            name=launch.name,
-            status="stopped",
-            reason="interrupted twice",
-            run_dir=str(launch.run_dir),
-            update=int(status.get("update") or 0),
-            checkpoint=status.get("checkpoint"),
-        )
+    asked = False
+    with stop_requests() as requests:
+        while True:
+            result = _poll(running)
+            watcher.update()
+            if result is not None:
+                return result
+            if len(requests) > 1:
+                return _stopped_at_once(launch, shown)
+            if requests and not asked:
+                asked = True
+                _ask_to_stop(coordinator, shown, requests[0])
+
+
+def _stopped_at_once(launch: Launch, shown: Display) -> RunResult:
+    """The end without the coordinator: leaving the connection ends all actors of the run."""
+    shown.message("stopped at once; the newest checkpoint stays")
+    status = read_status(launch.run_dir) if is_run(launch.run_dir) else {}
+    return RunResult(
+        name=launch.name,
+        status="stopped",
+        reason="interrupted twice",
+        run_dir=str(launch.run_dir),
+        update=int(status.get("update") or 0),
+        checkpoint=status.get("checkpoint"),
+    )
 
 
 def _poll(running: Pending[RunResult]) -> RunResult | None:
@@ -119,22 +123,25 @@ def _ask_to_stop(coordinator: CoordinatorHandle, shown: Display, name: str) -> N
 
 
 @contextmanager
-def stop_requests(on_first: Any) -> Iterator[None]:
-    """First signal: `on_first`; the second raises Stopped. Only a main thread gets signals."""
+def stop_requests() -> Iterator[list[str]]:
+    """Names of the signals that ask to stop, as they come; empty outside a main thread.
+
+    Nothing is raised and nothing called when one comes: it may interrupt Ray's native code. Only
+    the third, when this program itself seems stuck, does what it always does in Python.
+    """
+    seen: list[str] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield seen
         return
-    seen: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
-        if len(seen) > 1:
-            raise Stopped
-        on_first(signal.Signals(number).name)
+        seen.append(signal.Signals(number).name)
+        if len(seen) > 2:
+            raise KeyboardInterrupt
 
     old = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:
-        yield
+        yield seen
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)

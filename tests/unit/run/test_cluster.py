@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray.exceptions import AuthenticationError as RayAuthenticationError
 
 import elastic_trainer
@@ -102,8 +103,8 @@ class FakeRay:
 @pytest.fixture
 def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay()
-    monkeypatch.setattr(cluster.ray, "init", fake.init)
-    monkeypatch.setattr(cluster.ray, "shutdown", fake.shutdown)
+    monkeypatch.setattr(ray, "init", fake.init)
+    monkeypatch.setattr(ray, "shutdown", fake.shutdown)
     return fake
 
 

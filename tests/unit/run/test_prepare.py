@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import ray
 
 from elastic_trainer import fit
 from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile
@@ -24,11 +25,11 @@ from elastic_trainer.errors import (
     RunError,
 )
 from elastic_trainer.observability.record import RunRecord
-from elastic_trainer.run import cluster, launch
+from elastic_trainer.run import launch
 from elastic_trainer.run.prepare import prepare
 from elastic_trainer.types import Cursor
 
-SYNTHETIC: Mapping[str, Any] = {
+SYNTHETIC: Any = {
     "model": {"name": "emulated", "args": {"num_layers": 3}},
     "data": {"format": "synthetic", "sequence_length": 4},
     "train": {"global_batch_size": 8, "max_steps": 2, "eval_batches": 0},
@@ -47,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.fail("Ray was started")
 
     monkeypatch.setattr(launch, "connected", started)
-    monkeypatch.setattr(cluster.ray, "init", started)
+    monkeypatch.setattr(ray, "init", started)
     return tmp_path
 
 
