@@ -1,6 +1,11 @@
 """elastic-trainer: elastic pipeline training on heterogeneous Ray clusters."""
 
+from typing import TYPE_CHECKING
+
 from elastic_trainer.version import __version__
+
+if TYPE_CHECKING:
+    from elastic_trainer.run import RunResult, fit
 
 __all__ = ["RunResult", "__version__", "fit"]
 

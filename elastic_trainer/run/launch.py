@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -153,6 +154,7 @@ class Watcher:
     def __init__(self, launch: Launch, shown: Display) -> None:
         self._run_dir, self._shown = launch.run_dir, shown
         self._after = launch.update
+        self._since = time.time()
         self._offset: int | None = None
         self._generation: int | None = None
 
@@ -161,6 +163,8 @@ class Watcher:
         if not is_run(self._run_dir):
             return
         status = read_status(self._run_dir)
+        if status.get("started_at", 0.0) < self._since:
+            return  # a resumed run's folder still tells of the run before
         if status.get("generation") not in (None, self._generation):
             self._generation = status["generation"]
             self._shown.plan(read_plan(self._run_dir))
