@@ -31,6 +31,7 @@ from elastic_trainer.errors import ElasticTrainerError, WorkerLostError
 from elastic_trainer.planner.plan import stage_ties
 from elastic_trainer.schedule.build import build, forward_only, is_asynchronous
 from elastic_trainer.schedule.segment import Segment
+from elastic_trainer.schedule.validate import validate
 from elastic_trainer.types import Cursor, Plan, RunResult
 
 POLL_S = 0.5  # how soon a stop request is seen while nothing else happens
@@ -72,6 +73,7 @@ class Coordinator:
         self._plan: Plan | None = None
         self._segment_index = 0
         self._queued: dict[int, int] = {}
+        self._valid_shapes: set[tuple[int, ...]] = set()  # schedules that were checked
         self._eval_key = EVAL_KEYS
         self._stopping = False
         self._summary: RunResult | None = None
@@ -215,6 +217,7 @@ class Coordinator:
 
     def _configure(self, instruction: do.Configure) -> None:
         plan = self._plan = instruction.plan
+        self._valid_shapes.clear()
         loader = self.crew.loader
         assert loader is not None
         if loader.worker not in self._descriptions:  # it may be slower to start than the stages
@@ -330,13 +333,20 @@ class Coordinator:
         first = self._descriptions[plan.stages[0].worker]
         needs_norm = self.config.train.max_grad_norm > 0 or self.config.train.precision == "fp16"
         asynchronous = is_asynchronous(plan.schedule)
-        return build(
-            plan.schedule,
-            plan.num_stages,
-            groups,
-            ties=stage_ties(plan.stages, first["ties"]),
-            reduce=needs_norm and not asynchronous,
-        )
+        ties = stage_ties(plan.stages, first["ties"])
+        reduce = needs_norm and not asynchronous
+        actions = build(plan.schedule, plan.num_stages, groups, ties=ties, reduce=reduce)
+        if (shape := tuple(groups)) not in self._valid_shapes:
+            validate(
+                actions,
+                plan.num_stages,
+                groups,
+                asynchronous=asynchronous,
+                ties=ties,
+                reduce=reduce,
+            )
+            self._valid_shapes.add(shape)
+        return actions
 
     def _collect(self, order: Order, segment: Segment, report: Any) -> None:
         order.reports[report.stage] = report

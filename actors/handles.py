@@ -5,6 +5,7 @@ the handles know nothing of Ray.
 """
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -72,7 +73,19 @@ def _actor_error(worker: WorkerId, error: RayActorError) -> ElasticTrainerError:
         return cause
     if isinstance(cause, Exception):
         return WorkerLostError(f"{worker} could not start: {type(cause).__name__}: {cause}")
-    return WorkerLostError(f"{worker} is gone: {_first_line(error)}")
+    return WorkerLostError(f"{worker} is gone: {_why(error)}")
+
+
+def _why(error: RayActorError) -> str:
+    """What Ray knows of an actor's end, in a few words."""
+    text = str(error)
+    if "unexpectedly exits with a connection error" in text:
+        pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
+        return (
+            f"its process{f' {pid[1]}' if pid else ''} was killed (SIGKILL, as when memory runs "
+            "out) or crashed (SIGSEGV)"
+        )
+    return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

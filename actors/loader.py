@@ -15,6 +15,7 @@ from elastic_trainer.actors.links import addresses, make_exchange, open_channels
 from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
+from elastic_trainer.data.prefetch import Prefetcher
 from elastic_trainer.errors import DataError
 from elastic_trainer.schedule.build import is_asynchronous
 from elastic_trainer.transport.channel import Message, Tag
@@ -43,7 +44,7 @@ class Loader:
         self._exchange: Exchange | None = None
         self._routes: Mapping[str, Sequence[WorkerId]] = {}
         self._generation = 0
-        self._stream: Iterator[Batch] | None = None
+        self._stream: Prefetcher[Batch] | None = None
         self._eval_cache: list[Batch] | None = None
 
     def describe(self) -> Mapping[str, Any]:
@@ -67,7 +68,9 @@ class Loader:
         self._exchange = make_exchange(self._channels, "loader", peers)
         self._exchange.advance(generation)
         self._routes, self._generation = routes, generation
-        self._stream = self._open(cursor)
+        if self._stream is not None:
+            self._stream.close()
+        self._stream = Prefetcher(self._open(cursor), self.config.data.prefetch_updates)
 
     def prepare(self, first_update: int, num_updates: int) -> list[BatchInfo]:
         """Send the next batches to the stages; fewer than asked when the last epoch ends."""
@@ -94,6 +97,8 @@ class Loader:
 
     def close(self) -> None:
         """Close the sockets."""
+        if self._stream is not None:
+            self._stream.close()
         for channel in self._channels.values():
             channel.close()
 

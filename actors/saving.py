@@ -4,14 +4,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile
+from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile, Manifest
 from elastic_trainer.config import Config
+from elastic_trainer.data.info import describe
+from elastic_trainer.errors import CheckpointError
 from elastic_trainer.types import BatchInfo, CheckpointInfo, Cursor, Plan
 
 
 def checkpoint_root(config: Config, run_dir: str | Path) -> str:
     """Where a run's checkpoints lie: in its folder, unless configured otherwise."""
     return config.checkpoint.storage_path or str(Path(run_dir).resolve() / "checkpoints")
+
+
+def check_same_data(config: Config, manifest: Manifest) -> None:
+    """Refuse to go on from a position in other data: it would skip samples and repeat others.
+
+    Raises:
+        CheckpointError: rows, tokenizer, sequence length, shuffling or seed are not what they were.
+    """
+    saved = manifest.extra.get("data")
+    if saved is not None and saved != describe(config).fingerprint:
+        raise CheckpointError(
+            f"the checkpoint of update {manifest.update} was made with other data than "
+            f"{config.data.path} as it is configured now",
+            "Set data.*, train.seed and the dataset as they were, or start a new run.",
+        )
 
 
 class Saving:
@@ -33,6 +50,7 @@ class Saving:
         # A run that goes on from an older state abandons the newer ones.
         self._store.supersede_after(start_update)
         self._cursors = {start_update: start_cursor}
+        self._data = describe(config).fingerprint
 
     def note(self, batches: Sequence[BatchInfo]) -> None:
         """Remember the positions behind these batches."""
@@ -54,7 +72,12 @@ class Saving:
             update,
             files,
             cursor=self._cursors[update],
-            extra={"schedule": plan.schedule, "num_stages": plan.num_stages, **extra},
+            extra={
+                "schedule": plan.schedule,
+                "num_stages": plan.num_stages,
+                "data": self._data,
+                **extra,
+            },
         )
         self._cursors = {u: c for u, c in self._cursors.items() if u >= update}
         self._store.prune(self._num_to_keep)

@@ -133,10 +133,9 @@ class StageWorker:
 
     def abort(self, reason: str) -> None:
         """Wake whatever waits, with an error."""
-        if self._exchange is not None:
-            self._exchange.interrupt(
-                FencedError(f"the coordinator ended this generation: {reason}")
-            )
+        error = FencedError(f"the coordinator ended this generation: {reason}")
+        if self._runtime is not None:
+            self._runtime.interrupt(error)
 
     def close(self) -> None:
         """Close sockets and wait for the writer."""

@@ -18,8 +18,8 @@ from elastic_trainer.types import Cursor
 class ColumnSamples:
     """Integers and booleans become int64 and bool, other numbers float32; lists keep their shape.
 
-    The loss counts the entries other than -100 of the first label column where that holds
-    integers, else the samples.
+    The loss counts the entries other than -100 of the label column called `labels`, else of the
+    first one, where that holds integers; else the samples.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class ColumnSamples:
         self._source = source
         self._order = order
         self._columns = tuple(dict.fromkeys([*inputs, *labels]))
-        self._label = labels[0] if labels else None
+        self._label = "labels" if "labels" in labels else next(iter(labels), None)
         for column in self._columns:
             if not _is_numeric(source.types[column]):
                 raise DataError(

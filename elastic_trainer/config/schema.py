@@ -13,7 +13,7 @@ OPTIMIZERS = ("adamw", "sgd", "nadam")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("fp32", "bf16", "fp16")
 DATA_FORMATS = ("text", "tokens", "columns", "synthetic")
-CHANNELS = ("zmq", "torch", "in_process")
+CHANNELS = ("zmq", "torch")
 ENCRYPTION = ("on", "off")
 REDUCTIONS = ("sum", "mean")
 
@@ -153,7 +153,7 @@ class ClusterConfig:
 class TransportConfig:
     """How tensors travel between workers."""
 
-    channel: str = _doc("zmq", "zmq, torch (NCCL on CUDA, gloo on CPU) or in_process (tests).")
+    channel: str = _doc("zmq", "zmq, or torch (torch.distributed: NCCL on CUDA, gloo on CPU).")
     encryption: str = _doc("on", "on: CURVE between nodes; off: for private fabrics only.")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.actors.saving import checkpoint_root
+from elastic_trainer.actors.saving import check_same_data, checkpoint_root
 from elastic_trainer.checkpoint.resume import resolve_resume
 from elastic_trainer.checkpoint.store import CheckpointStore
 from elastic_trainer.config import Config, load_config
@@ -103,6 +103,8 @@ def prepare(
             )
     root = checkpoint_root(config, folder)
     point = resolve_resume(CheckpointStore(root), resume) if resume is not None else None
+    if point is not None:
+        check_same_data(config, point.manifest)
     return Launch(
         config=config,
         name=folder.name,
@@ -110,7 +112,7 @@ def prepare(
         update=point.manifest.update if point else 0,
         cursor=point.manifest.cursor if point else Cursor(),
         checkpoint=point.store.root if point else None,
-        notes=_notes(resume, point),
+        notes=(*_notes(resume, point), *_warnings(config)),
     )
 
 
@@ -143,6 +145,16 @@ def _check_port(config: Config) -> None:
             f"cannot serve metrics on {host}:{port}: {error.strerror or error}",
             "Choose another metrics.port (0: any free one) or metrics.host.",
         ) from error
+
+
+def _warnings(config: Config) -> tuple[str, ...]:
+    """What is allowed, but probably not meant."""
+    if config.train.max_steps is None and config.optim.lr_schedule != "constant":
+        return (
+            f"optim.lr_schedule={config.optim.lr_schedule} has no end to fall towards: the "
+            "learning rate stays at its peak; set train.max_steps to let it fall",
+        )
+    return ()
 
 
 def _notes(resume: str | None, point: Any) -> tuple[str, ...]:

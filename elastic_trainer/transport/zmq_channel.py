@@ -203,10 +203,10 @@ class ZmqChannel(BufferedChannel):
         made.ipv6 = True
         made.linger = 0
         made.handshake_ivl = _HANDSHAKE_MS
+        # No heartbeats: a peer that is slow or stopped for a while must not lose what was sent;
+        # who is dead is decided by deadlines.
         made.reconnect_ivl = 20
         made.reconnect_ivl_max = 500
-        made.heartbeat_ivl = 2000
-        made.heartbeat_timeout = 10000
         return made
 
     def _hang_up(self, peer: WorkerId) -> None:

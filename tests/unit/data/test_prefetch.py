@@ -1,0 +1,55 @@
+"""Working ahead changes nothing but the time at which work is done."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from elastic_trainer.data.prefetch import Prefetcher
+
+
+def test_items_come_in_order_and_end() -> None:
+    prefetcher = Prefetcher(iter(range(20)), depth=3)
+    assert list(prefetcher) == list(range(20))
+    assert list(prefetcher) == []
+    prefetcher.close()
+
+
+def test_it_works_ahead_but_no_further_than_its_depth() -> None:
+    begun: list[int] = []
+    reached = threading.Event()
+
+    def items() -> Iterator[int]:
+        for i in range(100):
+            begun.append(i)
+            if i == 3:  # 3 are queued, this one waits for room
+                reached.set()
+            yield i
+
+    prefetcher = Prefetcher(items(), depth=3)
+    assert reached.wait(10.0), "nothing was read, yet it must have worked ahead"
+    assert begun == [0, 1, 2, 3]
+    prefetcher.close()
+
+
+def test_an_error_comes_in_its_turn() -> None:
+    def items() -> Iterator[int]:
+        yield 1
+        raise ValueError("row 2 is damaged")
+
+    prefetcher = Prefetcher(items(), depth=4)
+    assert next(prefetcher) == 1
+    with pytest.raises(ValueError, match="row 2"):
+        next(prefetcher)
+    prefetcher.close()
+
+
+def test_close_ends_the_thread_of_an_endless_iterator() -> None:
+    def forever() -> Iterator[int]:
+        while True:
+            yield 0
+
+    prefetcher = Prefetcher(forever(), depth=2)
+    assert next(prefetcher) == 0
+    prefetcher.close()
+    assert not any(t.name == "prefetch" for t in threading.enumerate())
