@@ -14,9 +14,11 @@ from typing import Any
 from elastic_trainer.actors.dispatch import Dispatch, Order
 from elastic_trainer.actors.handles import Pending, wait_any
 from elastic_trainer.actors.planning import (
+    Schedules,
     load_profile,
     plan_for,
     profile_key,
+    routes,
     segment_updates,
     store_profile,
 )
@@ -28,11 +30,8 @@ from elastic_trainer.elastic import events as ev
 from elastic_trainer.elastic import instructions as do
 from elastic_trainer.elastic.state import Goal, State
 from elastic_trainer.errors import ElasticTrainerError, WorkerLostError
-from elastic_trainer.planner.plan import stage_ties
-from elastic_trainer.schedule.build import build, forward_only, is_asynchronous
 from elastic_trainer.schedule.segment import Segment
-from elastic_trainer.schedule.validate import validate
-from elastic_trainer.types import Cursor, Plan, RunResult
+from elastic_trainer.types import CheckpointInfo, Cursor, Plan, RunResult
 
 POLL_S = 0.5  # how soon a stop request is seen while nothing else happens
 EVAL_KEYS = 1 << 40  # keys of held-out batches, far from any update
@@ -73,7 +72,7 @@ class Coordinator:
         self._plan: Plan | None = None
         self._segment_index = 0
         self._queued: dict[int, int] = {}
-        self._valid_shapes: set[tuple[int, ...]] = set()  # schedules that were checked
+        self._schedules: Schedules | None = None
         self._eval_key = EVAL_KEYS
         self._stopping = False
         self._summary: RunResult | None = None
@@ -217,7 +216,8 @@ class Coordinator:
 
     def _configure(self, instruction: do.Configure) -> None:
         plan = self._plan = instruction.plan
-        self._valid_shapes.clear()
+        ties = self._descriptions[plan.stages[0].worker]["ties"]
+        self._schedules = Schedules(self.config, plan, ties)
         loader = self.crew.loader
         assert loader is not None
         if loader.worker not in self._descriptions:  # it may be slower to start than the stages
@@ -243,22 +243,8 @@ class Coordinator:
             self._when(call, partial(configured, worker))
         cursor: Cursor = self._start["cursor"]
         peers = {w: self._descriptions[w] for w in workers}
-        serve = loader.configure(plan.generation, peers, self._routes(plan), cursor)
+        serve = loader.configure(plan.generation, peers, routes(plan, self._descriptions), cursor)
         self._when(serve, partial(configured, loader.worker))
-
-    def _routes(self, plan: Plan) -> dict[str, list[str]]:
-        """Which field of a microbatch goes to which workers."""
-        first = self._descriptions[plan.stages[0].worker]
-        routes: dict[str, list[str]] = {}
-        for name in first["input_fields"]:
-            routes.setdefault(name, []).append(plan.stages[0].worker)
-        for name in first["label_fields"]:
-            routes.setdefault(name, []).append(plan.stages[-1].worker)
-        for stage in plan.stages:
-            for names in first["batch_fields"][stage.first : stage.stop]:
-                for name in names:
-                    routes.setdefault(name, []).append(stage.worker)
-        return {name: list(dict.fromkeys(workers)) for name, workers in routes.items()}
 
     def _order_segment(self, instruction: do.RunSegment) -> None:
         order = Order(
@@ -308,8 +294,8 @@ class Coordinator:
             self._facts.put(ev.EvaluationDone(generation=order.generation, update=order.update))
 
     def _send_segment(self, order: Order) -> None:
-        plan, batches = self._plan, order.batches
-        assert plan is not None and batches is not None
+        plan, schedules, batches = self._plan, self._schedules, order.batches
+        assert plan is not None and schedules is not None and batches is not None
         train = order.kind == "segment"
         groups = [len(b.microbatches) for b in batches]
         segment = Segment(
@@ -318,9 +304,7 @@ class Coordinator:
             kind="train" if train else "eval",
             batches=tuple(batches),
             schedule=plan.schedule,
-            actions=self._actions(plan, groups)
-            if train
-            else forward_only(plan.num_stages, sum(groups)),
+            actions=schedules.train(groups) if train else schedules.evaluate(groups),
         )
         self._segment_index += 1
         for stage in plan.stages:
@@ -328,25 +312,6 @@ class Coordinator:
             self._when(call, partial(self._collect, order, segment))
             self._queued[stage.stage] = self._queued.get(stage.stage, 0) + 1
             self.recorder.queued(stage.stage, self._queued[stage.stage])
-
-    def _actions(self, plan: Plan, groups: list[int]) -> Any:
-        first = self._descriptions[plan.stages[0].worker]
-        needs_norm = self.config.train.max_grad_norm > 0 or self.config.train.precision == "fp16"
-        asynchronous = is_asynchronous(plan.schedule)
-        ties = stage_ties(plan.stages, first["ties"])
-        reduce = needs_norm and not asynchronous
-        actions = build(plan.schedule, plan.num_stages, groups, ties=ties, reduce=reduce)
-        if (shape := tuple(groups)) not in self._valid_shapes:
-            validate(
-                actions,
-                plan.num_stages,
-                groups,
-                asynchronous=asynchronous,
-                ties=ties,
-                reduce=reduce,
-            )
-            self._valid_shapes.add(shape)
-        return actions
 
     def _collect(self, order: Order, segment: Segment, report: Any) -> None:
         order.reports[report.stage] = report
@@ -365,43 +330,17 @@ class Coordinator:
             self._facts.put(ev.EvaluationDone(generation=order.generation, update=order.update))
 
     def _send_save(self, order: Order) -> None:
-        update, waiting = order.update, dict(self.crew.stages)
-        files: list[Any] = []
-        problems: list[str] = []
-        extra: dict[str, Any] = {}  # alike on every stage
-
-        def written(worker: str, result: Any) -> None:
-            del waiting[worker]
-            if isinstance(result, str):
-                problems.append(result)
-            else:
-                files.extend(result)
-            if not waiting:
-                self._commit(order, files, problems, extra)
-
-        def snapshot_taken(worker: str, facts: Mapping[str, Any]) -> None:
-            extra.update(facts)
-            call = self.crew.stages[worker].saved(update)
-            self._when(call, partial(written, worker))
-
-        for worker, handle in list(waiting.items()):
-            call = handle.save(update, self.saving.root)
-            self._when(call, partial(snapshot_taken, worker))
-
-    def _commit(
-        self, order: Order, files: list[Any], problems: list[str], extra: Mapping[str, Any]
-    ) -> None:
         assert self._plan is not None
-        try:
-            if problems:
-                raise ElasticTrainerError(problems[0])
-            info = self.saving.commit(order.update, files, self._plan, extra)
-        except (ElasticTrainerError, OSError) as error:
-            self.recorder.checkpoint_failed(order.update, str(error))
-            self._facts.put(ev.CheckpointFailed(update=order.update, reason=str(error)))
-        else:
+
+        def saved(info: CheckpointInfo) -> None:
             self.recorder.checkpoint(info, time.time() - order.started_at)
             self._facts.put(ev.CheckpointWritten(update=order.update))
+
+        def failed(reason: str) -> None:
+            self.recorder.checkpoint_failed(order.update, reason)
+            self._facts.put(ev.CheckpointFailed(update=order.update, reason=reason))
+
+        self.saving.start(order.update, self._plan, self.crew.stages, self._when, saved, failed)
 
     def _abort(self, reason: str) -> None:
         self._dispatch.clear()

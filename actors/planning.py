@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.config import Config
-from elastic_trainer.planner.plan import commit_every, make_plan
-from elastic_trainer.schedule.build import is_asynchronous
+from elastic_trainer.planner.plan import commit_every, make_plan, stage_ties
+from elastic_trainer.schedule.actions import ActionLists
+from elastic_trainer.schedule.build import build, forward_only, is_asynchronous
+from elastic_trainer.schedule.validate import validate
 from elastic_trainer.types import LayerProfile, Plan, Profile, WorkerId
 from elastic_trainer.version import __version__
 
@@ -92,3 +94,56 @@ def segment_updates(config: Config, plan: Plan) -> int:
     if config.pipeline.segment_updates:
         return config.pipeline.segment_updates
     return max(1, min(MAX_SEGMENT_UPDATES, round(SEGMENT_S / max(plan.predicted.step_s, 1e-6))))
+
+
+def routes(
+    plan: Plan, descriptions: Mapping[WorkerId, Mapping[str, Any]]
+) -> dict[str, list[WorkerId]]:
+    """Which field of a microbatch goes to which workers."""
+    first = descriptions[plan.stages[0].worker]
+    found: dict[str, list[WorkerId]] = {}
+    for name in first["input_fields"]:
+        found.setdefault(name, []).append(plan.stages[0].worker)
+    for name in first["label_fields"]:
+        found.setdefault(name, []).append(plan.stages[-1].worker)
+    for stage in plan.stages:
+        for names in first["batch_fields"][stage.first : stage.stop]:
+            for name in names:
+                found.setdefault(name, []).append(stage.worker)
+    return {name: list(dict.fromkeys(workers)) for name, workers in found.items()}
+
+
+class Schedules:
+    """Action lists for the segments of one plan; each shape is validated before its first use.
+
+    Args:
+        config: says whether stages must agree on a gradient norm.
+        plan: schedule and stages.
+        ties: (owner, follower) indices of layers that share a parameter.
+    """
+
+    def __init__(self, config: Config, plan: Plan, ties: Sequence[tuple[int, int]]) -> None:
+        self._plan = plan
+        self._ties = stage_ties(plan.stages, ties)
+        self._asynchronous = is_asynchronous(plan.schedule)
+        needs_norm = config.train.max_grad_norm > 0 or config.train.precision == "fp16"
+        self._reduce = needs_norm and not self._asynchronous
+        self._valid: set[tuple[int, ...]] = set()
+
+    def train(self, groups: Sequence[int]) -> ActionLists:
+        """Actions of a segment whose updates have these numbers of microbatches.
+
+        Raises:
+            ScheduleError: the schedule would deadlock, or trains wrongly.
+        """
+        num_stages = self._plan.num_stages
+        options: dict[str, Any] = {"ties": self._ties, "reduce": self._reduce}
+        actions = build(self._plan.schedule, num_stages, groups, **options)
+        if (shape := tuple(groups)) not in self._valid:
+            validate(actions, num_stages, groups, asynchronous=self._asynchronous, **options)
+            self._valid.add(shape)
+        return actions
+
+    def evaluate(self, groups: Sequence[int]) -> ActionLists:
+        """Actions of an evaluation."""
+        return forward_only(self._plan.num_stages, sum(groups))

@@ -1,14 +1,16 @@
 """Checkpoints as the coordinator sees them: positions, manifests, retention."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from elastic_trainer.actors.handles import Pending, StageHandle
 from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile, Manifest
 from elastic_trainer.config import Config
 from elastic_trainer.data.info import describe
 from elastic_trainer.errors import CheckpointError
-from elastic_trainer.types import BatchInfo, CheckpointInfo, Cursor, Plan
+from elastic_trainer.types import BatchInfo, CheckpointInfo, Cursor, Plan, WorkerId
 
 
 def checkpoint_root(config: Config, run_dir: str | Path) -> str:
@@ -82,6 +84,52 @@ class Saving:
         self._cursors = {u: c for u, c in self._cursors.items() if u >= update}
         self._store.prune(self._num_to_keep)
         return info
+
+    def start(
+        self,
+        update: int,
+        plan: Plan,
+        stages: Mapping[WorkerId, StageHandle],
+        when: Callable[[Pending[Any], Callable[[Any], None]], None],
+        saved: Callable[[CheckpointInfo], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        """Have all stages snapshot and write the state after `update`, then commit.
+
+        Args:
+            when: calls a function with a call's result, once it is there.
+            saved: called with the complete checkpoint.
+            failed: called with the reason, if there is none.
+        """
+        waiting, files = set(stages), list[LayerFile]()
+        problems: list[str] = []
+        extra: dict[str, Any] = {}  # alike on every stage
+
+        def snapshot_taken(worker: WorkerId, facts: Mapping[str, Any]) -> None:
+            extra.update(facts)
+            when(stages[worker].saved(update), partial(written, worker))
+
+        def written(worker: WorkerId, result: list[LayerFile] | str) -> None:
+            waiting.discard(worker)
+            if isinstance(result, str):
+                problems.append(result)
+            else:
+                files.extend(result)
+            if not waiting:
+                finish()
+
+        def finish() -> None:
+            try:
+                if problems:
+                    raise CheckpointError(problems[0])
+                info = self.commit(update, files, plan, extra)
+            except (CheckpointError, OSError) as error:
+                failed(str(error))
+            else:
+                saved(info)
+
+        for worker, handle in stages.items():
+            when(handle.save(update, self.root), partial(snapshot_taken, worker))
 
     def newest(self) -> CheckpointInfo | None:
         """The newest complete checkpoint."""
