@@ -1,0 +1,251 @@
+"""The parts of the coordinator that can be seen without Ray."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from elastic_trainer.actors.dispatch import Dispatch, Order
+from elastic_trainer.actors.planning import (
+    Schedules,
+    load_profile,
+    profile_key,
+    routes,
+    segment_updates,
+    store_profile,
+)
+from elastic_trainer.actors.saving import Saving, check_same_data
+from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile
+from elastic_trainer.config import Config, load_config
+from elastic_trainer.errors import CheckpointError, ScheduleError
+from elastic_trainer.schedule.actions import Kind
+from elastic_trainer.types import (
+    BatchInfo,
+    CheckpointInfo,
+    Cursor,
+    LayerProfile,
+    Plan,
+    Prediction,
+    Profile,
+    StagePlan,
+)
+
+
+def config(*overrides: str) -> Config:
+    base = {"data": {"format": "synthetic"}, "train": {"max_steps": 4}}
+    return load_config(base, overrides)
+
+
+def plan(schedule: str = "1f1b", num_stages: int = 2, step_s: float = 0.1) -> Plan:
+    return Plan(
+        generation=1,
+        schedule=schedule,
+        num_microbatches=4,
+        layers=tuple(f"layer{i}" for i in range(2 * num_stages)),
+        stages=tuple(
+            StagePlan(stage=s, first=2 * s, stop=2 * s + 2, worker=f"stage-{s}")
+            for s in range(num_stages)
+        ),
+        predicted=Prediction(
+            step_s=step_s,
+            bubble_ratio=0.0,
+            stage_busy_s=(0.1,) * num_stages,
+            stage_memory_bytes=(1,) * num_stages,
+        ),
+        reasons=("balanced",),
+    )
+
+
+def order(kind: str, update: int) -> Order:
+    return Order(kind=kind, generation=1, update=update)
+
+
+def test_orders_leave_in_order_however_late_their_data_is() -> None:
+    sent: list[int] = []
+    dispatch = Dispatch(lambda o: sent.append(o.update))
+    first, second = order("segment", 4), order("segment", 8)
+    dispatch.add(first)
+    dispatch.add(order("checkpoint", 4))
+    dispatch.add(second)
+    second.batches = []
+    dispatch.pump()
+    assert sent == [], "nothing may overtake the first segment"
+    first.batches = []
+    dispatch.pump()
+    assert sent == [4, 4, 8]
+
+
+def test_orders_beyond_the_end_of_the_data_are_forgotten() -> None:
+    sent: list[tuple[str, int]] = []
+    dispatch = Dispatch(lambda o: sent.append((o.kind, o.update)))
+    waiting = order("segment", 4)
+    for o in (waiting, order("checkpoint", 4), order("evaluation", 8), order("checkpoint", 8)):
+        dispatch.add(o)
+    dispatch.truncate(4)
+    waiting.batches = []
+    dispatch.pump()
+    assert sent == [("segment", 4), ("checkpoint", 4)]
+
+
+def test_fields_go_to_the_stages_that_use_them_once() -> None:
+    description = {
+        "input_fields": ["image", "text"],
+        "label_fields": ["labels"],
+        "batch_fields": [["text"], [], ["mask"], ["labels"]],
+    }
+    assert routes(plan(), {"stage-0": description}) == {
+        "image": ["stage-0"],
+        "text": ["stage-0"],
+        "mask": ["stage-1"],
+        "labels": ["stage-1"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reduces"),
+    [
+        ([], True),
+        (["train.max_grad_norm=0"], False),
+        (["train.max_grad_norm=0", "train.precision=fp16"], True),
+    ],
+)
+def test_stages_agree_on_a_norm_only_when_something_asks_for_it(
+    overrides: list[str], reduces: bool
+) -> None:
+    actions = Schedules(config(*overrides), plan(), []).train([4, 4])
+    assert any(a.kind is Kind.REDUCE for row in actions for a in row) is reduces
+
+
+def test_tied_layers_on_two_stages_exchange_gradients_and_weights() -> None:
+    kinds = {a.kind for row in Schedules(config(), plan(), [(0, 3)]).train([4]) for a in row}
+    assert {Kind.SEND_G, Kind.RECV_G, Kind.SEND_W, Kind.RECV_W, Kind.TIE} <= kinds
+    kinds = {a.kind for row in Schedules(config(), plan(), [(0, 1)]).train([4]) for a in row}
+    assert Kind.SEND_G not in kinds, "on one stage there is nothing to send"
+
+
+def test_a_schedule_is_validated_before_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    from elastic_trainer.actors import planning
+
+    good = planning.build
+
+    def broken(*args: Any, **options: Any) -> Any:
+        rows = [list(row) for row in good(*args, **options)]
+        rows[0] = [a for a in rows[0] if a.kind is not Kind.SEND_F]
+        return tuple(map(tuple, rows))
+
+    monkeypatch.setattr(planning, "build", broken)
+    with pytest.raises(ScheduleError, match="HERE"):
+        Schedules(config(), plan(), []).train([4])
+
+
+def test_segments_last_about_a_second_and_asynchronous_ones_until_the_drain() -> None:
+    assert segment_updates(config(), plan(step_s=0.1)) == 10
+    assert segment_updates(config(), plan(step_s=30.0)) == 1
+    assert segment_updates(config("pipeline.segment_updates=3"), plan()) == 3
+    settings = config("pipeline.schedule=async_1f1b", "pipeline.commit_every=7")
+    assert segment_updates(settings, plan("async_1f1b")) == 7
+
+
+def test_profiles_are_cached_by_what_times_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    layer = LayerProfile(
+        name="a", forward_s=1.0, backward_s=2.0, activation_bytes=3, saved_bytes=4,
+        parameter_bytes=5,
+    )  # fmt: skip
+    profile = Profile(device_class="cpu", microbatch_size=4, layers=(layer,))
+    key = profile_key(config(), "cpu", ["a"])
+    assert load_profile(key) is None
+    store_profile(key, profile)
+    assert load_profile(key) == profile
+    others = {
+        profile_key(config("numerics.threads_per_stage=2"), "cpu", ["a"]),
+        profile_key(config("pipeline.microbatch_size=2"), "cpu", ["a"]),
+        profile_key(config(), "gpu", ["a"]),
+        profile_key(config(), "cpu", ["b"]),
+    }
+    assert key not in others and len(others) == 4
+    assert profile_key(config("optim.learning_rate=0.5"), "cpu", ["a"]) == key
+    (tmp_path / "elastic-trainer" / "profiles" / f"{key}.json").write_text("{cut")
+    assert load_profile(key) is None
+
+
+class FakeCall:
+    """A remote call whose result is there at once."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+
+class FakeStage:
+    """A stage worker that writes one layer."""
+
+    def __init__(self, store: CheckpointStore, index: int, fault: str = "") -> None:
+        self.store, self.index, self.fault = store, index, fault
+
+    def save(self, update: int, root: str) -> FakeCall:
+        return FakeCall({"scaler": {"scale": 2.0}})
+
+    def saved(self, update: int) -> FakeCall:
+        if self.fault:
+            return FakeCall(self.fault)
+        return FakeCall([self._write(update)])
+
+    def _write(self, update: int) -> LayerFile:
+        return self.store.write_layer_file(update, self.index, f"layer{self.index}", [b"x"])
+
+
+def save(
+    saving: Saving, stages: dict[str, Any], update: int
+) -> tuple[list[CheckpointInfo], list[str]]:
+    saved: list[CheckpointInfo] = []
+    failed: list[str] = []
+
+    def when(call: Any, then: Callable[[Any], None]) -> None:
+        then(call.result)
+
+    saving.start(update, plan(), stages, when, saved.append, failed.append)
+    return saved, failed
+
+
+def test_a_checkpoint_is_committed_when_all_stages_have_written(tmp_path: Path) -> None:
+    settings = config("checkpoint.num_to_keep=1")
+    saving = Saving(settings, str(tmp_path), 0, Cursor())
+    saving.note([BatchInfo(update=3, microbatches=(), end=Cursor(epoch=1, row=7))])
+    store = CheckpointStore(saving.root)
+    stages: dict[str, Any] = {f"stage-{i}": FakeStage(store, i) for i in range(2)}
+    saved, failed = save(saving, stages, 3)
+    assert failed == [] and saved[0].update == 3
+    manifest = store.manifest(3)
+    assert manifest.cursor == Cursor(epoch=1, row=7)
+    assert manifest.extra["scaler"] == {"scale": 2.0} and manifest.extra["num_stages"] == 2
+
+
+def test_one_stage_that_cannot_write_fails_the_checkpoint_and_keeps_the_older(
+    tmp_path: Path,
+) -> None:
+    saving = Saving(config(), str(tmp_path), 0, Cursor())
+    saving.note([BatchInfo(update=u, microbatches=(), end=Cursor(row=u)) for u in (1, 2)])
+    store = CheckpointStore(saving.root)
+    good: dict[str, Any] = {f"stage-{i}": FakeStage(store, i) for i in range(2)}
+    save(saving, good, 1)
+    bad = good | {"stage-1": FakeStage(store, 1, fault="No space left on device")}
+    saved, failed = save(saving, bad, 2)
+    assert saved == [] and failed == ["No space left on device"]
+    newest = saving.newest()
+    assert newest is not None and newest.update == 1
+
+
+def test_going_on_with_other_data_is_refused(tmp_path: Path) -> None:
+    saving = Saving(config(), str(tmp_path), 0, Cursor())
+    saving.note([BatchInfo(update=1, microbatches=(), end=Cursor(row=1))])
+    store = CheckpointStore(saving.root)
+    save(saving, {"stage-0": FakeStage(store, 0)}, 1)
+    manifest = store.manifest(1)
+    check_same_data(config(), manifest)
+    with pytest.raises(CheckpointError, match="other data"):
+        check_same_data(config("train.seed=9"), manifest)
+    check_same_data(config("train.seed=9"), replace(manifest, extra={}))
