@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from elastic_trainer.actors.saving import check_same_data, checkpoint_root
 from elastic_trainer.checkpoint.resume import resolve_resume
@@ -19,6 +19,7 @@ from elastic_trainer.observability.runs import is_run
 from elastic_trainer.run.cluster import resolve_address
 from elastic_trainer.types import Cursor
 
+OptionalPath = TypeVar("OptionalPath", str, str | None)
 Source = str | Path | Mapping[str, Any] | Config | None
 TOKEN_MODELS = ("gpt", "hf")  # shipped models that must know the vocabulary
 FAST_DEV_RUN = (  # every part runs once, in seconds
@@ -63,7 +64,24 @@ def resolve_config(
     if config.model.target is None and config.model.name in TOKEN_MODELS:
         if data.vocab_size is not None and config.model.name == "gpt":
             args.setdefault("vocab_size", data.vocab_size)
-    return replace(config, model=replace(config.model, args=args))
+    return replace(
+        config,
+        model=replace(config.model, args=args),
+        data=replace(
+            config.data,
+            path=_absolute(config.data.path),
+            eval_path=_absolute(config.data.eval_path),
+            tokenizer=_absolute(config.data.tokenizer),
+        ),
+        checkpoint=replace(
+            config.checkpoint, storage_path=_absolute(config.checkpoint.storage_path)
+        ),
+    )
+
+
+def _absolute(path: OptionalPath) -> OptionalPath:
+    """A local path that means the same in the workers' folders, and later in others."""
+    return path if path is None or "://" in path else str(Path(path).absolute())
 
 
 def prepare(
