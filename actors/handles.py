@@ -72,7 +72,8 @@ def _actor_error(worker: WorkerId, error: RayActorError) -> ElasticTrainerError:
     if isinstance(cause, ElasticTrainerError):
         return cause
     if isinstance(cause, Exception):
-        return WorkerLostError(f"{worker} could not start: {type(cause).__name__}: {cause}")
+        said = next((line for line in str(cause).splitlines() if line.strip()), "no message")
+        return WorkerLostError(f"{worker} could not start: {type(cause).__name__}: {said}")
     return WorkerLostError(f"{worker} is gone: {_why(error)}")
 
 

@@ -12,7 +12,7 @@ from elastic_trainer.elastic.instructions import Instruction
 from elastic_trainer.elastic.state import Phase, State
 from elastic_trainer.observability.metrics import RunMetrics
 from elastic_trainer.observability.progress import phase_shares
-from elastic_trainer.observability.record import TARGETS_FILE, RunRecord
+from elastic_trainer.observability.record import TARGETS_FILE, RunRecord, full_disk_tolerated
 from elastic_trainer.observability.targets import clear_targets, write_targets
 from elastic_trainer.pipeline.lr import lr_at
 from elastic_trainer.schedule.segment import Segment
@@ -194,7 +194,8 @@ class Recorder:
         )
         self.event("end", f"{result.status}: {result.reason}", update=result.update)
         self.metrics.close()
-        clear_targets(self.record.path / TARGETS_FILE)
+        with full_disk_tolerated():
+            clear_targets(self.record.path / TARGETS_FILE)
         self.record.close()
 
     def _write_progress(self, reports: Sequence[StageReport], plan: Plan) -> None:

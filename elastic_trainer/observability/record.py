@@ -9,13 +9,15 @@ prometheus/targets.json   where Prometheus finds the run
 trainer.lock              held by the living trainer; names its host and process
 """
 
+import contextlib
+import errno
 import fcntl
 import json
 import math
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -60,7 +62,9 @@ class RunRecord:
                 f"Cannot write to the run folder {self.path}: {error.strerror or error}",
                 "Choose another with --run-dir.",
             ) from error
-        self._lines: IO[str] | None = None
+        self._lines = Journal(self.path / METRICS_FILE)
+        self._events = Journal(self.path / EVENTS_FILE)
+        self._status = read_json(self.path / STATUS_FILE)
         self.last_update = 0
         # A crash may have cut the last line short; appending to it would spoil the next one too.
         self.truncate_after(_last_update(self.path / METRICS_FILE))
@@ -81,15 +85,11 @@ class RunRecord:
         """Append the line of one update; `line["update"]` follows on the last one."""
         update = line["update"]
         assert update > self.last_update, f"update {update} is recorded already"
-        if self._lines is None:
-            self._lines = open(self.path / METRICS_FILE, "a", encoding="utf-8")
-        self._lines.write(dump_json(line) + "\n")
-        self._lines.flush()
+        self._lines.append(line)
         self.last_update = update
 
     def truncate_after(self, update: int) -> None:
         """Drop the lines of updates after `update`, which a resumed run will do again."""
-        self._close_lines()
         path = self.path / METRICS_FILE
         if path.exists():
             kept = [line for line in complete_lines(path) if line["update"] <= update]
@@ -103,31 +103,24 @@ class RunRecord:
         reason, update, total_updates, loss, eval_loss, perplexity, tokens_per_s, checkpoint,
         metrics_address, ray_address, actor, started_at.
         """
-        status = read_json(self.path / STATUS_FILE) | dict(fields)
-        status |= {
+        self._status |= {
+            **fields,
             "name": self.name,
             "pid": os.getpid(),
             "host": socket.gethostname(),
             "updated_at": self._clock(),
         }
-        write_atomically(self.path / STATUS_FILE, dump_json(status, indent=2) + "\n")
+        with full_disk_tolerated():  # the next status carries these fields, too
+            write_atomically(self.path / STATUS_FILE, dump_json(self._status, indent=2) + "\n")
 
     def log_event(self, kind: str, message: str, **fields: Any) -> None:
         """Append one event to the run's story."""
-        event = {"time": self._clock(), "kind": kind, "message": message, **fields}
-        with open(self.path / EVENTS_FILE, "a", encoding="utf-8") as file:
-            file.write(dump_json(event) + "\n")
+        self._events.append({"time": self._clock(), "kind": kind, "message": message, **fields})
 
     def close(self) -> None:
         """Let go of the folder."""
-        self._close_lines()
         if not self._lock.closed:
             self._lock.close()
-
-    def _close_lines(self) -> None:
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
 
     def __enter__(self) -> Self:
         return self
@@ -141,12 +134,41 @@ class RunRecord:
         self.close()
 
 
+class Journal:
+    """Appends lines to a JSONL file. Training goes on while the disk is full: what it refuses waits
+    in memory and is written, in order, with the next line that finds room."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._waiting = b""
+
+    def append(self, line: Mapping[str, Any]) -> None:
+        self._waiting += (dump_json(line) + "\n").encode()
+        with full_disk_tolerated(), open(self._path, "ab", buffering=0) as file:
+            while self._waiting:  # readers take lines once they are whole
+                self._waiting = self._waiting[file.write(self._waiting) :]
+
+
+@contextlib.contextmanager
+def full_disk_tolerated() -> Iterator[None]:
+    """Swallows the errors of a full disk, and no others."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Readers see the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def dump_json(value: Any, indent: int | None = None) -> str:

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +54,7 @@ def connected(config: Config) -> Iterator[str]:
     _quieten_ray()
     address = resolve_address(config.cluster.address)
     options = _options(config, address)
-    if ":" in address:
-        _check_reachable(address)
-    try:
-        context = ray.init(**options)
-    except RayAuthenticationError as error:
-        raise AuthenticationError(
-            f"the Ray cluster at {address} refused this program's token", TOKEN_HINT
-        ) from error
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise _explained(address, error) from error
+    context = _join(address, options)
     try:
         yield str(context.address_info["gcs_address"])  # type: ignore[attr-defined]
     finally:
@@ -73,20 +64,19 @@ def connected(config: Config) -> Iterator[str]:
 def connect_for_control(address: str) -> None:
     """Connect to a running run's cluster, to call its coordinator."""
     _quieten_ray()
-    _check_reachable(address)
+    _join(address, _common_options(address))
+
+
+def _join(address: str, options: Mapping[str, Any]) -> Any:
+    """`ray.init`, with errors of ours; what can be told at once is not left to its long tries."""
     try:
-        ray.init(
-            address=address,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            configure_logging=False,
-            logging_level=logging.ERROR,
-        )
+        if ":" in address:
+            _check_reachable(address)
+            _check_token(address)
+        return ray.init(**options)
     except RayAuthenticationError as error:
-        raise AuthenticationError(
-            f"the Ray cluster at {address} refused this program's token", TOKEN_HINT
-        ) from error
-    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        raise _refused(address) from error
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise _explained(address, error) from error
 
 
@@ -111,13 +101,7 @@ def worker_environment(config: Config) -> dict[str, str]:
 
 
 def _options(config: Config, address: str) -> dict[str, Any]:
-    common: dict[str, Any] = {
-        "address": address,
-        "namespace": NAMESPACE,
-        "log_to_driver": False,
-        "configure_logging": False,
-        "logging_level": logging.ERROR,
-    }
+    common = _common_options(address)
     if address == "local":
         # CPU workers of a local run may outnumber the cores: the user asked for them.
         cpus = max(os.cpu_count() or 1, config.cluster.num_workers)
@@ -128,6 +112,16 @@ def _options(config: Config, address: str) -> dict[str, Any]:
             "_system_config": NO_TELEMETRY,
         }
     return {**common, "runtime_env": _shipped(config)}
+
+
+def _common_options(address: str) -> dict[str, Any]:
+    return {
+        "address": address,
+        "namespace": NAMESPACE,
+        "log_to_driver": False,
+        "configure_logging": False,
+        "logging_level": logging.ERROR,
+    }
 
 
 def _shipped(config: Config) -> dict[str, Any]:
@@ -166,6 +160,36 @@ def _check_reachable(address: str) -> None:
             f"no Ray cluster answers at {address}: {error}",
             "Check the address, or start one: `ray start --head`.",
         ) from error
+
+
+def _check_token(address: str) -> None:
+    """Ask the cluster for its id, with our token; Ray alone would try for 20 s, loudly, and then
+    not say that it was the token."""
+    import grpc
+    from ray._raylet import AuthenticationTokenLoader
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    if address.startswith("ray://"):
+        return
+    tokens = AuthenticationTokenLoader.instance()
+    found = tokens.has_token(ignore_auth_mode=True)
+    headers = tokens.get_token_for_http_header(ignore_auth_mode=True) if found else {}
+    with grpc.insecure_channel(address) as channel:
+        cluster = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        try:
+            request = gcs_service_pb2.GetClusterIdRequest()
+            cluster.GetClusterId(request, metadata=tuple(headers.items()), timeout=CONNECT_S)
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+                raise _refused(address) from error
+            # Whatever else it is, ray.init meets it too and says it better.
+
+
+def _refused(address: str) -> AuthenticationError:
+    return AuthenticationError(
+        f"the Ray cluster at {address} refused this program: its token is wrong or missing",
+        TOKEN_HINT,
+    )
 
 
 def _explained(address: str, error: Exception) -> ClusterError:

@@ -150,7 +150,7 @@ def test_nothing_answers(connect: str) -> None:
         (ConnectionError("\n\nno GCS\nmore"), ClusterError, ["auto: no GCS", "--address local"]),
         (RuntimeError("Invalid token"), AuthenticationError, ["RAY_AUTH_TOKEN_PATH"]),
         (RuntimeError("x: Unauthenticated"), AuthenticationError, ["RAY_AUTH_MODE=token"]),
-        (RayAuthenticationError("bad"), AuthenticationError, ["refused this program's token"]),
+        (RayAuthenticationError("bad"), AuthenticationError, ["auto refused this program", "RAY_AUTH_TOKEN_PATH"]),
         (TimeoutError(), ClusterError, ["TimeoutError"]),
         (ValueError("odd"), ClusterError, ["odd"]),
     ],
