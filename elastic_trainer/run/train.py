@@ -74,24 +74,27 @@ def show_result(console: Console, result: RunResult) -> None:
             f"held-out loss {result.eval_loss:.4f}, perplexity [bold]{result.perplexity:.2f}[/bold]"
         )
     run = escape(result.run_dir)
-    if result.checkpoint is not None:
-        _show_sample(console, result)
+    speaks = result.checkpoint is not None and _show_sample(console, result)
     console.print(f"run folder: {run}")
     if result.status == "stopped":
         console.print(
             f"continue:   elastic-trainer train {run}/config.yaml --run-dir {run} --resume auto"
         )
-    elif result.checkpoint is not None:
+    elif speaks:
         console.print(f"next:       elastic-trainer generate {run} --prompt 'import '")
+    elif result.checkpoint is not None:
+        console.print(f"next:       elastic-trainer checkpoints {run}")
 
 
-def _show_sample(console: Console, result: RunResult) -> None:
+def _show_sample(console: Console, result: RunResult) -> bool:
+    """Generate some text; False where the model is not one of text."""
     config = load_config(Path(result.run_dir) / "config.yaml")
     if config.data.format != "text" or describe(config).tokenizer_path is None:
-        return
+        return False
     text = generate(result.run_dir, SAMPLE_PROMPT, max_tokens=SAMPLE_TOKENS)
     console.print("sample of generated text:")
     console.print("\n".join(f"  | {line}" for line in text.splitlines()), markup=False)
+    return True
 
 
 def _detach(console: Console, launch: Launch, argv: Sequence[str], has_run_dir: bool) -> int:
