@@ -351,7 +351,9 @@ class Coordinator:
     def _finish(self, status: str, update: int, reason: str) -> None:
         newest = self.saving.newest()
         if status == "failed" and newest is not None:
-            reason = f"{reason}. Last good checkpoint: update {newest.update} at {newest.path}"
+            line, *picture = reason.splitlines()
+            line += f". Last good checkpoint: update {newest.update} at {newest.path}"
+            reason = "\n".join([line, *picture])
         self._summary = self.recorder.result(
             status, reason, update, newest.path if newest else None
         )

@@ -278,8 +278,10 @@ class Stage:
     @torch.no_grad()
     def _not_finite(self, activation: Activation | None, held: Held) -> NonFiniteError:
         """Run the layers once more to see which is the first with a bad output."""
-        value: Tree = first_input(self._model, held.fields)
-        if activation is not None:
+        value: Tree
+        if activation is None:
+            value = first_input(self._model, held.fields)
+        else:  # only the first stage is sent the model's inputs
             value = unflatten(activation.spec, [t.detach() for t in activation.tensors])
         culprit = "loss" if self.is_last else self._specs[-1].name
         for spec, module in zip(self._specs, self._modules, strict=True):
