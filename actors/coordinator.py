@@ -22,6 +22,7 @@ from elastic_trainer.actors.planning import (
     segment_updates,
     store_profile,
 )
+from elastic_trainer.actors.pulse import Pulse
 from elastic_trainer.actors.recorder import Recorder
 from elastic_trainer.actors.saving import Saving
 from elastic_trainer.actors.workers import Crew, private_folder
@@ -68,6 +69,7 @@ class Coordinator:
         self._facts: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self._pending: dict[Pending[Any], Callable[[Any], None]] = {}
         self._dispatch = Dispatch(self._send)
+        self._pulse = Pulse(config.elastic.stall_limit_s)
         self._descriptions: dict[str, Mapping[str, Any]] = {}
         self._plan: Plan | None = None
         self._segment_index = 0
@@ -109,6 +111,7 @@ class Coordinator:
             self._resolve(pending)
         if not self._pending:
             time.sleep(POLL_S / 10)  # only while a failed checkpoint waits for its next try
+        self._check_pulse()
         self._facts.put(ev.Tick())
         while self._summary is None and not self._facts.empty():
             self._execute(self.state.handle(self._facts.get(), time.monotonic()))
@@ -128,6 +131,21 @@ class Coordinator:
             self._fail(f"{self._name(pending.worker)}: {_last_line(error)}")
         else:
             then(value)
+
+    def _check_pulse(self) -> None:
+        """Ask every actor now and then; whoever does not answer in time is lost."""
+        now = time.monotonic()
+        due = set(self._pulse.due(now))
+        for member in self.crew.members():
+            if member.worker in due:
+                self._pulse.ask(member.worker, now)
+                self._when(member.ping(), partial(self._answered, member.worker))
+        for worker, silent_s in self._pulse.silent(now).items():
+            cause = f"it has not answered for {silent_s:.0f} s; is it stopped or overloaded?"
+            self._facts.put(ev.WorkerLost(worker=self._name(worker), cause=cause))
+
+    def _answered(self, worker: str, _: Any) -> None:
+        self._pulse.answered(worker, time.monotonic())
 
     def _when(self, pending: Pending[Any], then: Callable[[Any], None]) -> None:
         self._pending[pending] = then
@@ -175,17 +193,19 @@ class Coordinator:
 
     def _start_workers(self) -> None:
         loader = self.crew.start_loader()
-        self._when(loader.describe(), lambda d: self._descriptions.update({loader.worker: d}))
         wanted = self.crew.reserve(lambda: self._stopping)
-        for handle in self.crew.start_stages(wanted):
-            worker = handle.worker
+        stages = self.crew.start_stages(wanted)
+        start_s = self.config.cluster.start_timeout_s + self.config.elastic.stall_limit_s
+        for handle in (loader, *stages):
+            self._pulse.ask(handle.worker, time.monotonic(), start_s)
+            self._when(handle.describe(), partial(self._joined, handle.worker))
 
-            def joined(description: Mapping[str, Any], worker: str = worker) -> None:
-                self._descriptions[worker] = description
-                self.recorder.joined(worker, description)
-                self._facts.put(ev.WorkerJoined(worker=worker))
-
-            self._when(handle.describe(), joined)
+    def _joined(self, worker: str, description: Mapping[str, Any]) -> None:
+        self._answered(worker, None)
+        self._descriptions[worker] = description
+        if worker in self.crew.stages:
+            self.recorder.joined(worker, description)
+            self._facts.put(ev.WorkerJoined(worker=worker))
 
     def _make_plan(self, instruction: do.MakePlan) -> None:
         workers = list(instruction.workers)

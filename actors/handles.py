@@ -130,6 +130,9 @@ class StageHandle:
     def describe(self) -> Pending[Mapping[str, Any]]:
         return self._call("control", "describe")
 
+    def ping(self) -> Pending[None]:
+        return self._call("control", "ping")
+
     def profile(self, sample: Any) -> Pending[Profile]:
         return self._call("compute", "profile", sample)
 
@@ -158,7 +161,7 @@ class StageHandle:
 
 
 class LoaderHandle:
-    """Remote face of a Loader. Its calls run one by one, in order."""
+    """Remote face of a Loader. Calls of the main group run one by one, in order."""
 
     def __init__(
         self, worker: WorkerId, config: Config, private_dir: str, env: Mapping[str, str]
@@ -167,7 +170,7 @@ class LoaderHandle:
 
         self.worker = worker
         self._actor: Any = (
-            ray.remote(Loader)
+            ray.remote(**_groups(main=1, control=1))(Loader)
             .options(
                 num_cpus=0,
                 max_restarts=0,
@@ -177,11 +180,15 @@ class LoaderHandle:
             .remote(worker, config, private_dir)
         )
 
-    def _call(self, method: str, *args: Any) -> Pending[Any]:
-        return Pending(getattr(self._actor, method).remote(*args), self.worker)
+    def _call(self, method: str, *args: Any, group: str = "main") -> Pending[Any]:
+        call = getattr(self._actor, method).options(concurrency_group=group)
+        return Pending(call.remote(*args), self.worker)
 
     def describe(self) -> Pending[Mapping[str, Any]]:
         return self._call("describe")
+
+    def ping(self) -> Pending[None]:
+        return self._call("ping", group="control")
 
     def sample(self) -> Pending[Any]:
         return self._call("sample")

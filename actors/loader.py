@@ -51,6 +51,9 @@ class Loader:
         """Address of the loader's channel."""
         return {"role": "loader", "addresses": addresses(self._channels), "device": "loader"}
 
+    def ping(self) -> None:
+        """Answers whenever the process can, whatever else it does."""
+
     def sample(self) -> Fields:
         """The first microbatch of the data, to profile with: field name to array."""
         for _, microbatches in self._open(Cursor()):

@@ -59,6 +59,9 @@ class StageWorker:
             "batch_fields": [list(spec.batch_fields) for spec in self.model.layers],
         }
 
+    def ping(self) -> None:
+        """Answers whenever the process can, whatever else it does."""
+
     def profile(self, sample: Mapping[str, "np.ndarray[Any, Any]"]) -> Profile:
         """Measure every layer on one microbatch."""
         torch.set_num_threads(self.config.numerics.threads_per_stage)

@@ -87,11 +87,14 @@ class Crew:
             )
         return list(self.stages.values())
 
+    def members(self) -> list[StageHandle | LoaderHandle]:
+        """All actors that were started."""
+        loader = [self.loader] if self.loader is not None else []
+        return [*self.stages.values(), *loader]
+
     def dismiss(self, timeout_s: float) -> None:
         """Close what answers in time, kill everything, give the room back."""
-        members: list[StageHandle | LoaderHandle] = list(self.stages.values())
-        if self.loader is not None:
-            members.append(self.loader)
+        members = self.members()
         closing = [member.close() for member in members]
         deadline = time.monotonic() + timeout_s
         for pending in closing:

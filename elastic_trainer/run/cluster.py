@@ -165,8 +165,8 @@ def _check_reachable(address: str) -> None:
 def _check_token(address: str) -> None:
     """Ask the cluster for its id, with our token; Ray alone would try for 20 s, loudly, and then
     not say that it was the token."""
-    import grpc
-    from ray._raylet import AuthenticationTokenLoader
+    import grpc  # type: ignore[import-untyped]
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
     if address.startswith("ray://"):
@@ -175,9 +175,9 @@ def _check_token(address: str) -> None:
     found = tokens.has_token(ignore_auth_mode=True)
     headers = tokens.get_token_for_http_header(ignore_auth_mode=True) if found else {}
     with grpc.insecure_channel(address) as channel:
-        cluster = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)
+        cluster = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
-            request = gcs_service_pb2.GetClusterIdRequest()
+            request = gcs_service_pb2.GetClusterIdRequest()  # type: ignore[attr-defined]
             cluster.GetClusterId(request, metadata=tuple(headers.items()), timeout=CONNECT_S)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.UNAUTHENTICATED:

@@ -359,7 +359,8 @@ def in_background(work: Callable[[], None]) -> Future[None]:
 
     def body() -> None:
         try:
-            future.set_result(work())
+            work()
+            future.set_result(None)
         except BaseException as error:
             future.set_exception(error)
 
@@ -389,7 +390,8 @@ def test_a_killed_stage_worker(cluster: Cluster, tmp_path: Path) -> None:
     assert "\n" not in result.reason
     for part in ("stage-1 (stage 1", "SIGKILL", f"Last good checkpoint: update {newest.update}"):
         assert part in result.reason
-    wait_for(lambda: not any(map(is_alive, all_pids_but_dead(run_dir))), "all actors are gone")
+    pids = worker_pids(run_dir).values()
+    wait_for(lambda: not any(map(is_alive, pids)), "all actors are gone")
 
     config["train"]["max_steps"] = newest.update + 4
     resumed = train(cluster, run_dir, config, resume="auto")
@@ -398,19 +400,16 @@ def test_a_killed_stage_worker(cluster: Cluster, tmp_path: Path) -> None:
     assert numbers == list(range(1, newest.update + 5)), "no update is missing or done twice"
 
 
-def in_background_after_start(run_dir: Path, work: Callable[[], None]) -> Future[None]:
-    """`work`, once the run folder holds a run with both workers."""
+def in_background_after_start(
+    run_dir: Path, work: Callable[[], None], num_workers: int = 2
+) -> Future[None]:
+    """`work`, once the run folder holds a run with all its workers."""
 
     def body() -> None:
-        wait_for(lambda: len(worker_pids(run_dir)) == 2, "both workers")
+        wait_for(lambda: len(worker_pids(run_dir)) == num_workers, "all workers")
         work()
 
     return in_background(body)
-
-
-def all_pids_but_dead(run_dir: Path) -> list[int]:
-    """Processes of the newest start's workers."""
-    return list(worker_pids(run_dir).values())
 
 
 TROUBLE = '''
@@ -667,15 +666,17 @@ def test_a_killed_coordinator(cluster: Cluster, tmp_path: Path) -> None:
     wait_for(lambda: not any(map(is_alive, all_pids(run_dir))), "all processes are gone")
 
 
-def test_a_wedged_worker(cluster: Cluster, tmp_path: Path) -> None:
-    """A worker that stands still is found out by the limit on waiting, named, and ended."""
+@pytest.mark.parametrize("culprit", ["stage-1", "loader-0"])
+def test_a_wedged_worker(cluster: Cluster, tmp_path: Path, culprit: str) -> None:
+    """A process that stands still is found out by the limit on waiting, named, and ended."""
     run_dir, stopped_at = tmp_path / "run", 0.0
 
     def wedge() -> None:
         nonlocal stopped_at
         wait_for(has_updates(run_dir), "an update")
+        pid = worker_pids(run_dir).get(culprit) or loader_pid(cluster)
         stopped_at = time.monotonic()
-        os.kill(worker_pids(run_dir)["stage-1"], signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
 
     wedged = in_background_after_start(run_dir, wedge)
     result = train(cluster, run_dir, tiny(elastic={"stall_limit_s": 5.0}))
@@ -683,5 +684,34 @@ def test_a_wedged_worker(cluster: Cluster, tmp_path: Path) -> None:
     wedged.result(0)
     assert result.status == "failed"
     assert took_s < 5.0 + 15.0, "the limit, and a few seconds to clear away"
-    assert "stage-1" in result.reason
-    wait_for(lambda: not any(map(is_alive, all_pids_but_dead(run_dir))), "all workers are gone")
+    told = rf"from {culprit}|worker {culprit}.* was lost .* has not answered for 5 s"
+    assert re.search(told, result.reason.splitlines()[0])
+
+
+def test_a_worker_wedged_while_nobody_waits_for_it(cluster: Cluster, tmp_path: Path) -> None:
+    """A stage without neighbours holds up no peer: only asking it tells."""
+    run_dir = tmp_path / "run"
+    args = {"num_layers": 1, "forward_s": STEP_S, "backward_s": STEP_S, "activation_bytes": 64}
+    config = tiny(
+        model={"name": "emulated", "args": args},
+        cluster={"num_workers": 1},
+        elastic={"stall_limit_s": 5.0},
+    )
+
+    def wedge() -> None:
+        wait_for(has_updates(run_dir), "an update")
+        os.kill(worker_pids(run_dir)["stage-0"], signal.SIGSTOP)
+
+    wedged = in_background_after_start(run_dir, wedge, num_workers=1)
+    result = train(cluster, run_dir, config)
+    wedged.result(0)
+    assert result.status == "failed"
+    assert re.search(r"worker stage-0 \(stage 0.* was lost .* has not answered", result.reason)
+
+
+def loader_pid(cluster: Cluster) -> int:
+    """Process of the only loader on the cluster."""
+    mark = str(cluster.folder).encode()
+    found = [pid for pid, line, env in processes() if mark in env and b"ray::Loader" in line]
+    assert len(found) == 1
+    return found[0]
