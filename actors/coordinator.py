@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from elastic_trainer.actors.dispatch import Dispatch, Order
-from elastic_trainer.actors.handles import Pending, wait_any
+from elastic_trainer.actors.handles import LoaderHandle, Pending, StageHandle, wait_any
 from elastic_trainer.actors.planning import (
     Schedules,
     load_profile,
@@ -196,7 +196,8 @@ class Coordinator:
         wanted = self.crew.reserve(lambda: self._stopping)
         stages = self.crew.start_stages(wanted)
         start_s = self.config.cluster.start_timeout_s + self.config.elastic.stall_limit_s
-        for handle in (loader, *stages):
+        members: list[StageHandle | LoaderHandle] = [loader, *stages]
+        for handle in members:
             self._pulse.ask(handle.worker, time.monotonic(), start_s)
             self._when(handle.describe(), partial(self._joined, handle.worker))
 

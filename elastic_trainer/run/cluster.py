@@ -56,7 +56,7 @@ def connected(config: Config) -> Iterator[str]:
     options = _options(config, address)
     context = _join(address, options)
     try:
-        yield str(context.address_info["gcs_address"])  # type: ignore[attr-defined]
+        yield str(context.address_info["gcs_address"])
     finally:
         ray.shutdown()
 
