@@ -45,7 +45,8 @@ def train(config: dict[str, Any], *overrides: str) -> list[dict[str, Any]]:
 
 def median_step_s(lines: Sequence[dict[str, Any]], skip: int) -> float:
     """Median duration of the updates after the first `skip`, which warm things up."""
-    return statistics.median(line["step_s"] for line in lines[skip:])
+    durations: list[float] = [line["step_s"] for line in lines[skip:]]
+    return statistics.median(durations)
 
 
 def figure(samples: Sequence[float], unit: str = "ratio") -> dict[str, Any]:

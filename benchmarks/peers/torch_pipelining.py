@@ -28,7 +28,8 @@ class Embed(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         positions: Tensor = self.positions(torch.arange(ids.shape[1]))
-        return self.tokens(ids) + positions
+        tokens: Tensor = self.tokens(ids)
+        return tokens + positions
 
 
 class Block(nn.Module):
@@ -46,7 +47,8 @@ class Block(nn.Module):
         q, k, v = heads.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, DIM))
-        return x + self.mlp(self.norm2(x))
+        changed: Tensor = self.mlp(self.norm2(x))
+        return x + changed
 
 
 class Head(nn.Module):

@@ -21,6 +21,7 @@ from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile
 from elastic_trainer.config import Config, load_config
 from elastic_trainer.errors import CheckpointError, ScheduleError
 from elastic_trainer.schedule.actions import Kind
+from elastic_trainer.schedule.build import build
 from elastic_trainer.types import (
     BatchInfo,
     CheckpointInfo,
@@ -128,10 +129,8 @@ def test_tied_layers_on_two_stages_exchange_gradients_and_weights() -> None:
 def test_a_schedule_is_validated_before_its_first_use(monkeypatch: pytest.MonkeyPatch) -> None:
     from elastic_trainer.actors import planning
 
-    good = planning.build
-
     def broken(*args: Any, **options: Any) -> Any:
-        rows = [list(row) for row in good(*args, **options)]
+        rows = [list(row) for row in build(*args, **options)]
         rows[0] = [a for a in rows[0] if a.kind is not Kind.SEND_F]
         return tuple(map(tuple, rows))
 

@@ -273,9 +273,10 @@ class CoordinatorModel(RuleBasedStateMachine):
 
     @invariant()
     def an_end_is_a_saved_commit_point(self) -> None:
-        if getattr(self, "finished", None) is not None and self.finished.status != "failed":
-            assert self.finished.update == self.trained == self.saved
-            assert self.stop_wanted or self.finished.status == "completed"
+        finished: do.Finish | None = getattr(self, "finished", None)
+        if finished is not None and finished.status != "failed":
+            assert finished.update == self.trained == self.saved
+            assert self.stop_wanted or finished.status == "completed"
 
     def teardown(self) -> None:
         """Left alone, the run comes to its end."""

@@ -150,7 +150,11 @@ def test_nothing_answers(connect: str) -> None:
         (ConnectionError("\n\nno GCS\nmore"), ClusterError, ["auto: no GCS", "--address local"]),
         (RuntimeError("Invalid token"), AuthenticationError, ["RAY_AUTH_TOKEN_PATH"]),
         (RuntimeError("x: Unauthenticated"), AuthenticationError, ["RAY_AUTH_MODE=token"]),
-        (RayAuthenticationError("bad"), AuthenticationError, ["auto refused this program", "RAY_AUTH_TOKEN_PATH"]),
+        (
+            RayAuthenticationError("bad"),
+            AuthenticationError,
+            ["auto refused this program", "RAY_AUTH_TOKEN_PATH"],
+        ),
         (TimeoutError(), ClusterError, ["TimeoutError"]),
         (ValueError("odd"), ClusterError, ["odd"]),
     ],
