@@ -30,11 +30,12 @@ def first_label(labels: Mapping[str, Tensor]) -> Tensor:
 
 
 def count_valid(labels: Mapping[str, Tensor]) -> int:
-    """Items that the loss counts: integer labels but -100, or samples where labels are floats."""
+    """Items that the loss counts: integer labels but -100, else (floats, booleans) samples.
+
+    The loader counts by the same rule, see `data/columns.py`.
+    """
     label = first_label(labels)
-    if label.dtype.is_floating_point or label.dtype.is_complex:
-        return int(label.shape[0])
-    return int((label != IGNORE).sum())
+    return int((label != IGNORE).sum()) if _is_class(label) else int(label.shape[0])
 
 
 def cross_entropy(output: Any, labels: Mapping[str, Tensor]) -> Tensor:
@@ -54,8 +55,12 @@ def squared_error(output: Any, labels: Mapping[str, Tensor]) -> Tensor:
 
 def default_loss(output: Any, labels: Mapping[str, Tensor]) -> Tensor:
     """Cross-entropy for integer labels, squared error for others."""
-    floating = first_label(labels).dtype.is_floating_point
-    return (squared_error if floating else cross_entropy)(output, labels)
+    return (cross_entropy if _is_class(first_label(labels)) else squared_error)(output, labels)
+
+
+def _is_class(label: Tensor) -> bool:
+    kind = label.dtype
+    return not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,19 @@
 """Optimizers: torch.optim unchanged, and access to its state by parameter."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from elastic_trainer.config import OptimConfig
-from elastic_trainer.errors import ConfigError
+from elastic_trainer.errors import CheckpointError, ConfigError
 
 # State that torch keeps as one number per parameter, on the host unless the optimizer is fused.
 _SCALAR_STATE = frozenset({"step", "mu_product"})
+_STATE_KEYS = {
+    "adamw": frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    "nadam": frozenset({"step", "mu_product", "exp_avg", "exp_avg_sq"}),
+}
 
 
 def build_optimizer(
@@ -25,8 +29,9 @@ def build_optimizer(
             params, lr=lr, betas=betas, eps=config.eps, weight_decay=decay, fused=_can_fuse(params)
         )
     if config.name == "sgd":
+        # Torch's SGD adds its decay to the gradient, where momentum gathers it: `decay_weights`.
         return torch.optim.SGD(
-            params, lr=lr, momentum=config.beta1, weight_decay=decay, fused=_can_fuse(params)
+            params, lr=lr, momentum=config.beta1, weight_decay=0.0, fused=_can_fuse(params)
         )
     if config.name == "nadam":
         return torch.optim.NAdam(
@@ -47,6 +52,36 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Use `lr` from the next step on."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def decay_weights(optimizer: torch.optim.Optimizer, config: OptimConfig, lr: float) -> None:
+    """Shrink the weights by lr times weight_decay, where the optimizer's step does not."""
+    if config.name != "sgd" or config.weight_decay == 0.0:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    with torch.no_grad():
+        torch._foreach_mul_(params, 1.0 - lr * config.weight_decay)
+
+
+def check_state(state: Iterable[str], config: OptimConfig, param: str) -> None:
+    """Refuse the state of one parameter that another optimizer has left.
+
+    A parameter that was never stepped has none, whatever the optimizer.
+
+    Raises:
+        CheckpointError: names the keys and the setting.
+    """
+    found = frozenset(state)
+    momentum = frozenset({"momentum_buffer"} if config.beta1 else ())
+    wanted = _STATE_KEYS.get(config.name, momentum)
+    if found and found != wanted:
+        raise CheckpointError(
+            f"{param}: the checkpoint holds the optimizer state {', '.join(sorted(found))}, but "
+            f"optim.name={config.name} keeps {', '.join(sorted(wanted)) or 'none'}: it was saved "
+            "with another optimizer",
+            "Resume with the optim.name (and for sgd the optim.beta1) that it was saved with, or "
+            "start a new run.",
+        )
 
 
 def export_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[str, Tensor]:

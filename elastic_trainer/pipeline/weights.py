@@ -18,6 +18,8 @@ from elastic_trainer.models.layers import ModelSpec, ties
 from elastic_trainer.pipeline.lr import lr_at
 from elastic_trainer.pipeline.optim import (
     build_optimizer,
+    check_state,
+    decay_weights,
     export_state,
     import_state,
     set_lr,
@@ -194,7 +196,9 @@ class StageWeights:
         if self.optimizer is not None and not skip:
             if factor != 1.0:
                 torch._foreach_mul_(self.gradients(), factor)
-            set_lr(self.optimizer, lr_at(update, self._config.optim, self._config.train.max_steps))
+            lr = lr_at(update, self._config.optim, self._config.train.max_steps)
+            set_lr(self.optimizer, lr)
+            decay_weights(self.optimizer, self._config.optim, lr)
             self.optimizer.step()
         self.ring.close_next()
 
@@ -232,6 +236,7 @@ class StageWeights:
             if index is not None and self.optimizer is not None:
                 prefix = f"optim/{param.name}/"
                 own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+                check_state(own, self._config.optim, f"layer {param.layer!r}, {param.name}")
                 import_state(self.optimizer, self.ring.handles[index], own)
 
     def _find_ties(self, model: ModelSpec, plan: Plan) -> list[tuple[StageParam, StageParam]]:

@@ -108,6 +108,18 @@ class _Replica:
                 grads[name] = grads[name] * factor
         return norm
 
+    def step(self, optimizer: torch.optim.Optimizer, update: int, names: Sequence[str]) -> None:
+        """Step the named parameters at the learning rate of `update`."""
+        optim = self.config.optim
+        lr = lr_at(update, optim, self.config.train.max_steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if optim.name == "sgd":  # whose decay must not enter the momentum either
+            with torch.no_grad():
+                for name in names:
+                    self.params[name].copy_(self.params[name] * (1 - lr * optim.weight_decay))
+        optimizer.step()
+
     def state(self, optimizers: Mapping[str, torch.optim.Optimizer | None]) -> State:
         """All state by layer, with the keys of `StageRuntime.layer_states`."""
         found: State = {name: {} for name in self.layers}
@@ -154,9 +166,7 @@ class SynchronousOracle(_Replica):
         if self._optimizer is not None:
             for name in self.owned:
                 self.params[name].grad = grads[name]
-            for group in self._optimizer.param_groups:
-                group["lr"] = lr_at(number, self.config.optim, self.config.train.max_steps)
-            self._optimizer.step()
+            self.step(self._optimizer, number, self.owned)
         self.copy_ties()
 
     def layer_states(self) -> State:
@@ -225,9 +235,7 @@ class DelayedOracle(_Replica):
             return
         for name in names:
             self.params[name].grad = grads[name]
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(update, self.config.optim, self.config.train.max_steps)
-        optimizer.step()
+        self.step(optimizer, update, names)
 
     def _copy(self) -> dict[str, Tensor]:
         return {name: param.detach().clone() for name, param in self.params.items()}

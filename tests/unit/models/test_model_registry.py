@@ -17,6 +17,7 @@ from elastic_trainer.config import (
 )
 from elastic_trainer.errors import ModelError
 from elastic_trainer.models.layers import ModelSpec, build_layers, first_input, ties
+from elastic_trainer.models.losses import count_valid, default_loss
 from elastic_trainer.models.registry import SHIPPED, load_model
 
 MODULE = """
@@ -261,3 +262,14 @@ def test_a_bad_loss_is_explained_when_called(function: str, message: str) -> Non
     loss = load("usermodel:listed", LossConfig(target=f"usermodel:{function}")).loss
     with pytest.raises(ModelError, match=message):
         loss(torch.ones(2, 3), {"labels": torch.ones(2)})
+
+
+def test_booleans_and_floats_count_by_the_sample_as_the_loader_counts() -> None:
+    """`data/columns.py` counts entries of integer labels only."""
+    classes = torch.tensor([[1, -100, 0], [-100, 2, 3]])
+    assert count_valid({"labels": classes}) == 4
+    assert count_valid({"labels": torch.ones(2, 3)}) == 2
+    flags = torch.tensor([[True, False, True], [False, False, True]])
+    assert count_valid({"labels": flags}) == 2
+    off = default_loss(torch.zeros(2, 3), {"labels": flags})
+    assert off.item() == pytest.approx(2 / 3 + 1 / 3)
