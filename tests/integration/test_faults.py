@@ -1,4 +1,4 @@
-"""What goes wrong while a run runs: killed and wedged processes, NaN, bad data, no room, a full disk.
+"""What goes wrong while a run runs: killed and wedged processes, NaN, bad data, no room, full disk.
 It is said in a line, nothing is left running and the last good checkpoint stays."""
 
 import os
