@@ -34,7 +34,14 @@ def open_channels(
     if config.transport.channel == "torch":
         from elastic_trainer.transport.torch_channel import TorchChannel
 
-        channels["torch"] = TorchChannel(worker, bind_ip=node_ip, device=device)
+        channels["torch"] = TorchChannel(
+            worker,
+            private_dir=Path(private_dir),
+            bind_ip=node_ip,
+            encryption=config.transport.encryption == "on",
+            device=device,
+            timeout_s=config.elastic.stall_limit_s,
+        )
     return channels
 
 

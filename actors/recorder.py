@@ -15,11 +15,13 @@ from elastic_trainer.observability.progress import phase_shares
 from elastic_trainer.observability.record import TARGETS_FILE, RunRecord, full_disk_tolerated
 from elastic_trainer.observability.targets import clear_targets, write_targets
 from elastic_trainer.pipeline.lr import lr_at
+from elastic_trainer.schedule.build import is_asynchronous
 from elastic_trainer.schedule.segment import Segment
-from elastic_trainer.types import CheckpointInfo, Plan, RunResult, StageReport
+from elastic_trainer.types import CheckpointInfo, Plan, RunResult, StageReport, UpdateReport
 from elastic_trainer.version import __version__
 
 HEARTBEAT_S = 5.0  # how often the status is written while nothing changes
+TEXT_FORMATS = ("text", "tokens")  # elsewhere e to the power of the loss means nothing
 MODALITIES = {"columns": "tensor", "synthetic": "synthetic"}
 ROUTINE = ("RunSegment",)  # instructions too frequent for the log of events
 STATE_NAMES = {
@@ -99,20 +101,18 @@ class Recorder:
 
     def segment(self, segment: Segment, reports: Sequence[StageReport], plan: Plan) -> None:
         """A committed segment: a line per update."""
-        first, last = reports[0], reports[-1]
         begin = min(r.updates[-1].finished_at - r.wall_s for r in reports)
         previous = max(self._previous_end or begin, begin - 1.0)
-        for batch, of_first, of_last in zip(
-            segment.batches, first.updates, last.updates, strict=True
-        ):
-            end = max(of_first.finished_at, of_last.finished_at)
+        for batch, *of_stages in zip(segment.batches, *(r.updates for r in reports), strict=True):
+            of_last = of_stages[-1]
+            end = max(of_stages[0].finished_at, of_last.finished_at)
             step_s = max(end - previous, 1e-9)
             previous = end
             self._line = {
                 "update": batch.update,
                 "loss": of_last.loss,
                 "lr": lr_at(batch.update, self.config.optim, self.config.train.max_steps),
-                "grad_norm": of_last.grad_norm,
+                "grad_norm": grad_norm(of_stages, plan.schedule),
                 "tokens_per_s": batch.num_tokens / step_s,
                 "step_s": step_s,
                 "tokens": batch.num_tokens,
@@ -137,11 +137,11 @@ class Recorder:
     def evaluated(self, update: int, loss_sum: float, num_valid: int) -> None:
         """The held-out loss is known."""
         self._previous_end = None  # the next update did not start where the last one ended
-        self._eval_loss = loss_sum / max(num_valid, 1)
-        self.metrics.observe_evaluation(self._eval_loss)
-        facts = {"eval_loss": self._eval_loss, "perplexity": perplexity(self._eval_loss)}
+        loss = self._eval_loss = loss_sum / max(num_valid, 1)
+        self.metrics.observe_evaluation(loss)
+        facts = {"eval_loss": loss, "perplexity": perplexity(loss, self.config.data.format)}
         self.record.write_status(facts)
-        self.event("evaluation", f"held-out loss {self._eval_loss:.4f}", update=update, **facts)
+        self.event("evaluation", f"held-out loss {loss:.4f}", update=update, **facts)
 
     def checkpoint(self, info: CheckpointInfo, duration_s: float) -> None:
         """A checkpoint is complete."""
@@ -176,7 +176,7 @@ class Recorder:
             update=update,
             loss=self._line.get("loss"),
             eval_loss=loss,
-            perplexity=perplexity(loss) if loss is not None else None,
+            perplexity=perplexity(loss, self.config.data.format),
             checkpoint=checkpoint,
             metrics={k: v for k, v in self._line.items() if isinstance(v, float)},
         )
@@ -211,6 +211,17 @@ class Recorder:
         )
 
 
-def perplexity(loss: float) -> float:
-    """Of a mean loss per token; infinite where it overflows."""
+def grad_norm(of_stages: Sequence[UpdateReport], schedule: str) -> float | None:
+    """The norm over all stages: agreed on when synchronous, else put together from their own."""
+    norms = [report.grad_norm for report in of_stages]
+    if not is_asynchronous(schedule):
+        return norms[-1]
+    known = [norm for norm in norms if norm is not None]
+    return math.hypot(*known) if len(known) == len(norms) else None
+
+
+def perplexity(loss: float | None, data_format: str) -> float | None:
+    """Of a mean loss per token, infinite where it overflows; None for what is not text."""
+    if loss is None or data_format not in TEXT_FORMATS:
+        return None
     return math.exp(loss) if loss < 700 else math.inf

@@ -15,6 +15,7 @@ from elastic_trainer.config import ClusterConfig, Config
 from elastic_trainer.errors import ClusterError
 
 POLL_S = 0.2
+MAX_PARENT = 64  # bytes: what is left of a socket's path of at most 107 for the folder it lies in
 
 
 def bundles(config: ClusterConfig, cluster: Mapping[str, float]) -> list[dict[str, float]]:
@@ -24,6 +25,9 @@ def bundles(config: ClusterConfig, cluster: Mapping[str, float]) -> list[dict[st
     Args:
         config: how many workers and what they need.
         cluster: total resources, as Ray counts them.
+
+    Raises:
+        ClusterError: a type of accelerator is asked for, and no worker has one.
     """
     if config.resources_per_worker:
         each = [dict(config.resources_per_worker) for _ in range(config.num_workers)]
@@ -31,7 +35,14 @@ def bundles(config: ClusterConfig, cluster: Mapping[str, float]) -> list[dict[st
         num_gpus = int(cluster.get("GPU", 0))
         each = [{"GPU": 1.0} if i < num_gpus else {"CPU": 1.0} for i in range(config.num_workers)]
     if config.accelerator_type:
-        for bundle in each:
+        on_gpu = [bundle for bundle in each if bundle.get("GPU")]
+        if not on_gpu:
+            raise ClusterError(
+                f"cluster.accelerator_type is {config.accelerator_type}, but no worker gets a GPU",
+                "Ask for one in cluster.resources_per_worker, or leave cluster.accelerator_type "
+                "null.",
+            )
+        for bundle in on_gpu:
             bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
     return each
 
@@ -112,7 +123,10 @@ class Crew:
 def private_folder(run_dir: str) -> str:
     """A folder for this run's sockets, short as socket paths must be; channels make it 0700."""
     digest = hashlib.sha256(f"{run_dir}:{os.getpid()}".encode()).hexdigest()[:12]
-    return str(Path(tempfile.gettempdir()) / f"et-{digest}")
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) > MAX_PARENT:
+        parent = "/tmp"
+    return str(Path(parent) / f"et-{digest}")
 
 
 def _environment(threads: int) -> dict[str, str]:

@@ -122,14 +122,15 @@ def checkpoints(found: Sequence[CheckpointInfo], as_json: bool) -> None:
 
 
 def evaluation(measured: Mapping[str, Any], as_json: bool) -> None:
-    """Loss and perplexity."""
+    """Loss and, of text, perplexity."""
     if as_json:
         typer.echo(dump_json(measured, indent=2))
         return
-    typer.echo(
-        f"{measured['run']} at update {measured['update']}: held-out loss {measured['loss']:.4f}, "
-        f"perplexity {measured['perplexity']:.2f} over {measured['tokens']} tokens"
-    )
+    text = f"{measured['run']} at update {measured['update']}: held-out loss {measured['loss']:.4f}"
+    unit = "items"
+    if measured["perplexity"] is not None:
+        text, unit = f"{text}, perplexity {measured['perplexity']:.2f}", "tokens"
+    typer.echo(f"{text} over {measured['tokens']} {unit}")
 
 
 def format_bytes(value: float) -> str:

@@ -174,7 +174,14 @@ def _check_train(config: Config) -> None:
 def _check_cluster(config: Config) -> None:
     address = config.cluster.address
     if address not in (None, "local", "auto"):
-        host, _, port = address.removeprefix("ray://").rpartition(":")
+        if address.startswith("ray://"):
+            raise ConfigError(
+                f"`cluster.address` is {address!r}, an address of Ray Client, through which "
+                "the trainer does not run",
+                "Give HOST:PORT of the cluster's GCS (port 6379 unless `ray start --port` says "
+                "otherwise), or submit the command as a job: `ray job submit -- elastic-trainer …`",
+            )
+        host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise ConfigError(
                 f"`cluster.address` is {address!r}", "It must be local, auto or HOST:PORT."

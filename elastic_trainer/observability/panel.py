@@ -158,7 +158,8 @@ class RichDisplay(Display):
         facts: list[Text] = []
         if status.get("eval_loss") is not None:
             facts.append(_fact("held-out loss", format_number(status["eval_loss"])))
-            facts.append(_fact("perplexity", format_number(status.get("perplexity"))))
+        if status.get("perplexity") is not None:
+            facts.append(_fact("perplexity", format_number(status["perplexity"])))
         if status.get("checkpoint_update") is not None:
             age = self._clock() - (progress.checkpoint_seen_at or 0.0)
             text = f"update {status['checkpoint_update']}, {format_duration(age)} ago"

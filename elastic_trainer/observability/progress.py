@@ -79,8 +79,9 @@ class Progress:
             reason = status.get("reason")
             return f"{status['state']}: {reason}" if reason else str(status["state"])
         if key == "eval_loss":
-            perplexity = format_number(status.get("perplexity"))
-            return f"held-out loss {format_number(status['eval_loss'])}, perplexity {perplexity}"
+            text = f"held-out loss {format_number(status['eval_loss'])}"
+            perplexity = status.get("perplexity")
+            return text if perplexity is None else f"{text}, perplexity {format_number(perplexity)}"
         if key == "checkpoint_update":
             return f"checkpoint at update {status['checkpoint_update']}"
         return str(status[key])

@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from elastic_trainer.errors import AuthenticationError, ClusterError
 
 CONNECT_S = 5.0  # a host that does not accept a connection by then is not there
 PACKAGE = Path(__file__).parents[1]
+INSTALLED = frozenset({"site-packages", "dist-packages"})
 # A Ray that lives for one run has nobody to report to; measured, its reports took 7% of a core.
 NO_TELEMETRY = {
     "enable_metrics_collection": False,
@@ -36,8 +37,18 @@ def resolve_address(address: str | None) -> str:
     """`local`, `auto` or HOST:PORT; null means the cluster of RAY_ADDRESS, else local.
 
     RAY_ADDRESS is set inside `ray job submit`, so the same command works there and on a laptop.
+
+    Raises:
+        ClusterError: RAY_ADDRESS is one of Ray Client.
     """
-    return address or ("auto" if os.environ.get("RAY_ADDRESS") else "local")
+    environment = os.environ.get("RAY_ADDRESS", "")
+    if address in (None, "auto") and environment.startswith("ray://"):
+        raise ClusterError(
+            f"RAY_ADDRESS is {environment}, an address of Ray Client, through which the trainer "
+            "does not run",
+            "Set it, or --address, to HOST:PORT of the cluster's GCS, or use --address local.",
+        )
+    return address or ("auto" if environment else "local")
 
 
 @contextlib.contextmanager
@@ -84,11 +95,27 @@ def module_folder(target: str | None) -> str | None:
     """Folder that must be on the workers' path to import a `module:function`; None: installed."""
     if target is None:
         return None
-    spec = importlib.util.find_spec(target.partition(":")[0].partition(".")[0])
-    if spec is None or spec.origin is None or "site-packages" in spec.origin:
+    top, *inner = target.partition(":")[0].split(".")
+    spec = importlib.util.find_spec(top)
+    if spec is None:
         return None
-    file = Path(spec.origin)
-    return str(file.parents[1] if file.name == "__init__.py" else file.parent)
+    if spec.submodule_search_locations is not None:  # a package, with or without __init__.py
+        place = _portion([Path(p) for p in spec.submodule_search_locations], inner)
+    elif spec.has_location and spec.origin is not None:
+        place = Path(spec.origin)
+    else:
+        return None  # built in
+    return None if INSTALLED.intersection(place.parts) else str(place.parent)
+
+
+def _portion(folders: Sequence[Path], inner: Sequence[str]) -> Path:
+    """The folder, of those that a namespace package is made of, that holds the module."""
+    for depth in range(len(inner), 0, -1):
+        for folder in folders:
+            module = folder.joinpath(*inner[:depth])
+            if module.is_dir() or module.with_suffix(".py").is_file():
+                return folder
+    return folders[0]
 
 
 def worker_environment(config: Config) -> dict[str, str]:
@@ -150,7 +177,7 @@ def _is_worth_showing(record: logging.LogRecord) -> bool:
 
 
 def _check_reachable(address: str) -> None:
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, _, port = address.rpartition(":")
     if not port.isdigit():
         raise ClusterError(f"{address!r} is not HOST:PORT", "Use local, auto or HOST:PORT.")
     try:
@@ -169,8 +196,6 @@ def _check_token(address: str) -> None:
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
     from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
 
-    if address.startswith("ray://"):
-        return
     tokens = AuthenticationTokenLoader.instance()
     found = tokens.has_token(ignore_auth_mode=True)
     headers = tokens.get_token_for_http_header(ignore_auth_mode=True) if found else {}

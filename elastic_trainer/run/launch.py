@@ -19,6 +19,7 @@ from elastic_trainer.run.cluster import add_working_folder, connected, worker_en
 from elastic_trainer.run.prepare import Launch, Source, prepare
 from elastic_trainer.types import RunResult
 
+INTERRUPTED = "interrupted twice"  # the reason of a run that was stopped at once
 POLL_S = 0.5  # how often the run folder is looked at: a driver must not cost a core
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -100,7 +101,7 @@ def _stopped_at_once(launch: Launch, shown: Display) -> RunResult:
     return RunResult(
         name=launch.name,
         status="stopped",
-        reason="interrupted twice",
+        reason=INTERRUPTED,
         run_dir=str(launch.run_dir),
         update=int(status.get("update") or 0),
         checkpoint=status.get("checkpoint"),

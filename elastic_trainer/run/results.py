@@ -1,6 +1,5 @@
 """What can be done with a run that has a checkpoint: export, generate, evaluate."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any
 
 import torch
 
+from elastic_trainer.actors.recorder import perplexity
 from elastic_trainer.actors.saving import checkpoint_root
 from elastic_trainer.checkpoint.export import export_hf
 from elastic_trainer.checkpoint.layers import read_layer
@@ -117,7 +117,7 @@ def evaluate(run: str | Path, checkpoint: str = "auto") -> dict[str, Any]:
         "run": saved.run_dir.name,
         "update": saved.manifest.update,
         "loss": loss,
-        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "perplexity": perplexity(loss, config.data.format),
         "tokens": num_valid,
     }
 

@@ -1,5 +1,8 @@
 """`elastic-trainer train`: a run with its last words, in the foreground or detached."""
 
+import contextlib
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,12 +16,14 @@ from elastic_trainer.config import load_config
 from elastic_trainer.data.info import describe
 from elastic_trainer.errors import ElasticTrainerError, RunError
 from elastic_trainer.observability.runs import is_run, read_status
-from elastic_trainer.run.launch import fit
+from elastic_trainer.run.launch import INTERRUPTED, fit
 from elastic_trainer.run.prepare import Launch, prepare
 from elastic_trainer.run.results import generate
 from elastic_trainer.types import RunResult
 
 DETACH_S = 60.0  # a detached run that has not begun by then never will
+END_S = 10.0  # how long it may then take to end after each of two requests
+INTERRUPTED_CODE = 130
 SAMPLE_PROMPT = "def "
 SAMPLE_TOKENS = 60
 
@@ -63,18 +68,21 @@ def train_command(
     if result.status == "failed":
         raise ElasticTrainerError(result.reason, f"Run folder: {result.run_dir}")
     show_result(console, result)
-    return 0
+    return INTERRUPTED_CODE if result.reason == INTERRUPTED else 0
 
 
 def show_result(console: Console, result: RunResult) -> None:
     """How the run ended, a sample of what the model says, and what to do next."""
     console.print(f"\n[bold]{result.status}[/bold] at update {result.update}: {result.reason}")
-    if result.perplexity is not None:
-        console.print(
-            f"held-out loss {result.eval_loss:.4f}, perplexity [bold]{result.perplexity:.2f}[/bold]"
-        )
+    if result.eval_loss is not None:
+        text = f"held-out loss {result.eval_loss:.4f}"
+        if result.perplexity is not None:
+            text += f", perplexity [bold]{result.perplexity:.2f}[/bold]"
+        console.print(text)
     run = escape(result.run_dir)
-    speaks = result.checkpoint is not None and _show_sample(console, result)
+    # Who interrupts twice does not want to wait for a text.
+    speaks = bool(result.checkpoint) and result.reason != INTERRUPTED
+    speaks = speaks and _show_sample(console, result)
     console.print(f"run folder: {run}")
     if result.status == "stopped":
         console.print(
@@ -112,14 +120,35 @@ def _detach(console: Console, launch: Launch, argv: Sequence[str], has_run_dir: 
             stderr=out,
             start_new_session=True,
         )
-    deadline = time.monotonic() + DETACH_S
-    while not (is_run(launch.run_dir) and read_status(launch.run_dir)["alive"]):
-        if process.poll() is not None or time.monotonic() > deadline:
-            tail = log.read_text(errors="replace").strip().splitlines()[-1:]
-            raise RunError(f"the detached run did not start: {''.join(tail)}", f"See {log}.")
-        time.sleep(0.1)
+    try:
+        _await_begin(process, launch.run_dir, log)
+    except BaseException:  # given up, or interrupted: nothing may be left running
+        _end(process)
+        raise
     name = escape(launch.run_dir.name)
     console.print(f"run {name} goes on in the background (process {process.pid}), log {log}")
     console.print(f"look:  elastic-trainer status {escape(str(launch.run_dir))}")
     console.print(f"stop:  elastic-trainer stop {escape(str(launch.run_dir))}")
     return 0
+
+
+def _await_begin(process: "subprocess.Popen[bytes]", run_dir: Path, log: Path) -> None:
+    deadline = time.monotonic() + DETACH_S
+    while not (is_run(run_dir) and read_status(run_dir)["alive"]):
+        if process.poll() is not None or time.monotonic() > deadline:
+            tail = log.read_text(errors="replace").strip().splitlines()[-1:]
+            raise RunError(f"the detached run did not start: {''.join(tail)}", f"See {log}.")
+        time.sleep(0.1)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End a detached run: ask it, ask it to stop at once, then end its session by force."""
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            if number == signal.SIGKILL:
+                os.killpg(process.pid, number)
+            elif process.poll() is None:
+                process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
+            return

@@ -52,7 +52,8 @@ class ZmqChannel(BufferedChannel):
 
     Args:
         worker: whose channel it is.
-        private_dir: folder for the ipc socket, created if missing; None makes a temporary one.
+        private_dir: folder for the ipc socket, created if missing, removed with the last socket in
+            it; None makes a temporary one.
         bind_ip: address on which peers on other hosts reach this one.
         encryption: whether tcp is encrypted (CURVE).
         device: where received tensors go.
@@ -160,6 +161,9 @@ class ZmqChannel(BufferedChannel):
             Path(self._ipc_endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
             if self._owns_folder:
                 shutil.rmtree(self._folder, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):  # others of this node still have sockets in it
+                    self._folder.rmdir()
 
     def _listen(self, bind_ip: str) -> None:
         self._ipc = self._socket(zmq.PULL)

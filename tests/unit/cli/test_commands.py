@@ -292,6 +292,8 @@ def test_export_generate_evaluate(
     )
     assert "perplexity 7.39 over 640 tokens" in output(capsys, ["evaluate", "first"])
     assert json.loads(output(capsys, ["evaluate", "first", "--json"])) == EVALUATED
+    fake.answers["evaluate"] = EVALUATED | {"perplexity": None}
+    assert "held-out loss 2.0000 over 640 items" in output(capsys, ["evaluate", "first"])
 
 
 def test_completion_offers_recipes_settings_and_runs(storage: Path) -> None:

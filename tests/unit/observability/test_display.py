@@ -144,6 +144,18 @@ def test_messages_and_close_can_come_at_any_time(clock: Clock) -> None:
     assert "before [not markup]" in stream.getvalue() and "during" in stream.getvalue()
 
 
+def test_a_loss_that_is_not_of_text_has_no_perplexity(clock: Clock) -> None:
+    status = STATUS | {"perplexity": None}
+    stream = io.StringIO()
+    with RichDisplay(Console(file=stream, force_terminal=True), clock=clock) as display:
+        display.status(status)
+        text = panel_text(display, 80)
+    assert "held-out loss 2.5" in text and "perplexity" not in text
+    progress = Progress()
+    progress.see_status(status, now=0.0)
+    assert progress.sentence("eval_loss") == "held-out loss 2.5"
+
+
 def test_plain_lines_come_by_time_and_the_last_one_always(clock: Clock) -> None:
     stream = io.StringIO()
     with PlainDisplay(stream, every_s=5.0, clock=clock) as display:

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,12 @@ def test_accelerator_type() -> None:
         num_workers=1, accelerator_type="T4", resources_per_worker={"GPU": 0.5, "CPU": 1}
     )
     assert bundles(both, {}) == [{"GPU": 0.5, "CPU": 1, "accelerator_type:T4": 0.001}]
+    assert bundles(config, {"GPU": 1.0}) == [
+        {"GPU": 1.0, "accelerator_type:A100": 0.001},
+        {"CPU": 1.0},  # a node without GPUs has none of that type
+    ]
+    with pytest.raises(ClusterError, match="accelerator_type is A100, but no worker gets a GPU"):
+        bundles(config, {"CPU": 8.0})
 
 
 @pytest.mark.parametrize(
@@ -305,3 +312,48 @@ def test_rays_remark_on_tokens_is_not_shown(
     assert [record.message[:32] for record in caplog.records] == [
         "Token authentication is disabled"
     ]
+
+
+def test_a_folder_for_sockets_has_a_short_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/scratch")
+    assert workers.private_folder("/runs/a").startswith("/scratch/et-")
+    deep = tmp_path / ("deep" * 20)
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    folder = workers.private_folder("/runs/a")
+    assert folder.startswith("/tmp/et-") and folder != workers.private_folder("/runs/b")
+
+
+@pytest.fixture
+def namespace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of two folders without `__init__.py`."""
+    for folder, module in (("one", "nets"), ("two", "costs")):
+        (tmp_path / folder / "spread_package").mkdir(parents=True)
+        (tmp_path / folder / "spread_package" / f"{module}.py").write_text("def make(): ...\n")
+        monkeypatch.syspath_prepend(str(tmp_path / folder))
+    return tmp_path
+
+
+def test_packages_without_an_init_file_are_sent_too(fake_ray: FakeRay, namespace: Path) -> None:
+    model = ModelConfig(target="spread_package.nets:make")
+    loss = LossConfig(target="spread_package.costs:make")
+    own = config("auto", model=model, loss=loss)
+    with cluster.connected(own):
+        pass
+    parts = [str(namespace / folder / "spread_package") for folder in ("one", "two")]
+    assert fake_ray.options["runtime_env"]["py_modules"] == [PACKAGE, *parts]
+    paths = os.pathsep.join(str(namespace / folder) for folder in ("one", "two"))
+    assert cluster.worker_environment(own) == {"PYTHONPATH": paths}
+    assert cluster.module_folder("sys:exit") is None, "built in"
+
+
+@pytest.mark.usefixtures("fake_ray")
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_an_address_of_ray_client_in_the_environment_is_refused(
+    monkeypatch: pytest.MonkeyPatch, address: str | None
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(ClusterError, match="Ray Client.*HOST:PORT of the cluster's GCS"):
+        cluster.resolve_address(address)
+    assert cluster.resolve_address("local") == "local"

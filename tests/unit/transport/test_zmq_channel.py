@@ -190,7 +190,15 @@ def test_sockets_lie_in_a_folder_for_this_user_only(short_folder: Path) -> None:
         assert path.is_socket() and len(os.fsencode(path)) < 100
         channel.close()
         assert not path.exists()
-    assert wanted.exists()
+
+
+def test_the_folder_goes_with_the_last_socket_in_it(short_folder: Path) -> None:
+    wanted = short_folder / "sockets"
+    first, last = (ZmqChannel(name, private_dir=wanted) for name in "ab")
+    first.close()
+    assert list(wanted.iterdir()), "that of the other one"
+    last.close()
+    assert not wanted.exists() and short_folder.exists()
 
 
 def test_a_folder_that_others_can_enter_or_that_is_too_deep_is_refused(short_folder: Path) -> None:
