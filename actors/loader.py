@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from elastic_trainer.actors.links import addresses, make_exchange, open_channels
+from elastic_trainer.actors.watch import Mark
 from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
@@ -46,16 +47,19 @@ class Loader:
         self._generation = 0
         self._stream: Prefetcher[Batch] | None = None
         self._eval_cache: list[Batch] | None = None
+        self._mark = Mark((0, 0), "its start")
 
     def describe(self) -> Mapping[str, Any]:
         """Address of the loader's channel."""
         return {"role": "loader", "addresses": addresses(self._channels), "device": "loader"}
 
-    def ping(self) -> None:
-        """Answers whenever the process can, whatever else it does."""
+    def ping(self) -> Mark:
+        """How far the main thread is; answers whenever the process can, whatever it does."""
+        return self._mark
 
     def sample(self) -> Fields:
         """The first microbatch of the data, to profile with: field name to array."""
+        self._at("the first microbatch")
         for _, microbatches in self._open(Cursor()):
             return microbatches[0]
         raise DataError(f"{self.config.data.path} holds no training batch", "Check data.path.")
@@ -68,18 +72,24 @@ class Loader:
         cursor: Cursor,
     ) -> None:
         """Serve these peers from `cursor` on; `routes` says which field goes to whom."""
+        self._at("configuring")
         self._exchange = make_exchange(self._channels, "loader", peers)
         self._exchange.advance(generation)
         self._routes, self._generation = routes, generation
         if self._stream is not None:
             self._stream.close()
-        self._stream = Prefetcher(self._open(cursor), self.config.data.prefetch_updates)
+        self._stream = Prefetcher(
+            self._open(cursor),
+            self.config.data.prefetch_updates,
+            self.config.elastic.stall_limit_s,
+        )
 
     def prepare(self, first_update: int, num_updates: int) -> list[BatchInfo]:
         """Send the next batches to the stages; fewer than asked when the last epoch ends."""
         assert self._stream is not None, "configure comes first"
         infos: list[BatchInfo] = []
         for update in range(first_update, first_update + num_updates):
+            self._at(f"the batch of update {update}")
             batch = next(self._stream, None)
             if batch is None:
                 break
@@ -105,6 +115,9 @@ class Loader:
         for channel in self._channels.values():
             channel.close()
 
+    def _at(self, place: str) -> None:
+        self._mark = Mark((self._mark.at[0] + 1, 0), place)
+
     def _open(self, cursor: Cursor) -> Iterator[Batch]:
         return BatchStream(
             self.config,
@@ -115,11 +128,14 @@ class Loader:
         )
 
     def _eval_batches(self) -> Iterator[Batch]:
+        self._at("the held-out data")
         if describe(self.config).num_eval_rows is None:
-            return iter(())
+            return
         size = self.config.train.global_batch_size
         stream = BatchStream(self.config, "eval", size, num_epochs=1)  # once through is enough
-        return islice(stream, self.config.train.eval_batches)
+        for number, batch in enumerate(islice(stream, self.config.train.eval_batches), start=1):
+            yield batch
+            self._at(f"held-out batch {number + 1}")
 
     def _send(self, kind: str, key: int, microbatches: Sequence[Fields]) -> None:
         assert self._exchange is not None, "configure comes first"

@@ -3,6 +3,7 @@
 import difflib
 import json
 import os
+import time
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from elastic_trainer.observability.record import (
 )
 
 LATEST = "latest"
+WRITING = ("running", "stopping")  # states in which the status is written every few seconds
+RESPONDS_S = 60.0
 
 
 def is_run(path: Path) -> bool:
@@ -64,7 +67,11 @@ def resolve_run(run: str | Path, storage_path: str | Path = "runs") -> Path:
 
 
 def read_status(run_dir: str | Path) -> dict[str, Any]:
-    """The status file's fields, with `alive`, and `interrupted` for a run whose trainer died."""
+    """The status file's fields, with `alive`.
+
+    The state is `interrupted` for a run whose trainer died, `not responding` for one that has not
+    written its status for long, though a running one does every few seconds.
+    """
     path = Path(run_dir)
     if not is_run(path):
         raise RunError(f"There is no run in {path}")
@@ -75,6 +82,12 @@ def read_status(run_dir: str | Path) -> dict[str, Any]:
             "state": "interrupted",
             "reason": "its trainer is gone; `--resume auto` with this run's folder goes on",
         }
+    if alive and status["state"] in WRITING:
+        silent_s = time.time() - (path / STATUS_FILE).stat().st_mtime
+        if silent_s > RESPONDS_S:
+            process = f"no sign of its trainer (process {status.get('pid')}) for {silent_s:.0f} s"
+            status["state"] = "not responding"
+            status["reason"] = f"{process}: it is stopped, overloaded, or its disk is full"
     return status | {"alive": alive, "run_dir": str(path.absolute())}
 
 

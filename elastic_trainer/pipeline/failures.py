@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import re
 import threading
 from collections.abc import Iterator
 
@@ -26,20 +27,43 @@ def explain(
     """
     if isinstance(error, NonFiniteError | FencedError):
         return error  # they say themselves what happened, and the schedule had no part in it
-    actions = segment.actions[stage]
-    action = str(actions[index]) if index < len(actions) else "the end"
     picture = (
-        f"stage {stage} ({worker}) was at {action}, action {index + 1} of {len(actions)}, in "
+        f"stage {stage} ({worker}) was at {place(segment, stage, index)}, in "
         f"segment {segment.index} of generation {segment.generation}\n"
         f"{format_grid(segment.actions, None, (stage, index))}"
     )
     if not isinstance(error, ElasticTrainerError):
+        error.add_note(update_of(segment, stage, index))
         error.add_note(picture)
         return error
     told = copy.copy(error)  # an interruption may be raised on several threads
     told.hint = f"{error.hint}; {picture}" if error.hint else picture
     told.args = (told.what, told.hint, *error.args[2:])
     return told
+
+
+def place(segment: Segment, stage: int, index: int) -> str:
+    """The stage's action with this index, in words."""
+    actions = segment.actions[stage]
+    action = str(actions[index]) if index < len(actions) else "the end"
+    return f"{action}, action {index + 1} of {len(actions)}"
+
+
+def update_of(segment: Segment, stage: int, index: int) -> str:
+    """`at update 7`: the update that the stage's action with this index works for."""
+    if segment.kind == "eval":
+        return "at an evaluation"
+    actions = segment.actions[stage]
+    if not actions:
+        return f"at update {segment.last_update}"
+    position, _ = segment.locate(actions[min(index, len(actions) - 1)].microbatch)
+    return f"at update {segment.batches[position].update}"
+
+
+def find_update(text: str) -> str:
+    """What `explain` noted of the update in a traceback; empty where it did not."""
+    found = re.search(r"^at (?:update \d+|an evaluation)$", text, re.MULTILINE)
+    return found[0] if found else ""
 
 
 @contextlib.contextmanager

@@ -18,7 +18,11 @@ REPEATS = 3  # the fastest counts: the others were disturbed, or warmed somethin
 
 
 def profile_layers(
-    model: ModelSpec, config: Config, sample: Mapping[str, Tensor], device: torch.device
+    model: ModelSpec,
+    config: Config,
+    sample: Mapping[str, Tensor],
+    device: torch.device,
+    advanced: Callable[[], None] = lambda: None,
 ) -> Profile:
     """Run each layer forward and backward on a real microbatch.
 
@@ -27,6 +31,7 @@ def profile_layers(
         config: precision, seed and microbatch size.
         sample: fields of one microbatch, as the loader sends them.
         device: where to run.
+        advanced: called before each layer: the whole may take long, one layer should not.
 
     Returns:
         Seconds and bytes per layer. Layers alike in structure and input are measured once.
@@ -37,6 +42,7 @@ def profile_layers(
     profiles = []
     last = len(model.layers) - 1
     for index, spec in enumerate(model.layers):
+        advanced()
         module = build_layer(spec, config.train.seed, device)
         extra = layer_kwargs(spec, fields)
         loss = model.loss if index == last else None

@@ -5,13 +5,14 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from elastic_trainer.errors import RunError
 from elastic_trainer.observability import record as record_module
-from elastic_trainer.observability.record import RunRecord, is_alive, new_run_name
+from elastic_trainer.observability.record import STATUS_FILE, RunRecord, is_alive, new_run_name
 from elastic_trainer.observability.runs import (
     list_runs,
     read_events,
@@ -43,6 +44,22 @@ def test_a_second_trainer_on_the_same_folder_is_refused(tmp_path: Path) -> None:
         assert "elastic-trainer stop a" in str(caught.value)
     assert not is_alive(tmp_path / "a")
     RunRecord(tmp_path / "a").close()
+
+
+def test_a_trainer_that_is_silent_for_long_is_not_responding(tmp_path: Path) -> None:
+    for age_s, state, shown in [
+        (5.0, "running", "running"),
+        (95.0, "running", "not responding"),
+        (95.0, "starting", "starting"),
+        (95.0, "completed", "completed"),
+    ]:
+        with RunRecord(tmp_path) as run:
+            run.write_status({"state": state, "reason": ""})
+            written = time.time() - age_s
+            os.utime(tmp_path / STATUS_FILE, (written, written))
+            status = read_status(tmp_path)
+            assert status["state"] == shown and status["alive"]
+            assert (f"process {os.getpid()}" in status["reason"]) is (shown == "not responding")
 
 
 OPEN_AND_DIE = """
