@@ -34,6 +34,7 @@ from elastic_trainer.errors import ElasticTrainerError, WorkerLostError
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.types import CheckpointInfo, Cursor, Plan, RunResult
 
+SETTLE_S = 5.0  # how long the end waits for a storage's answer to say which checkpoint is newest
 POLL_S = 0.5  # how soon a stop request is seen while nothing else happens
 EVAL_KEYS = 1 << 40  # keys of held-out batches, far from any update
 
@@ -101,14 +102,16 @@ class Coordinator:
             self._crash(error)
         finally:
             self.crew.dismiss(timeout_s=5.0)
+            self.saving.close(self.config.elastic.stall_limit_s)
         assert self._summary is not None
         self.recorder.finish(self._summary)
         return self._summary
 
     def _step(self) -> None:
         """Collect facts, decide, act."""
-        for pending in wait_any(list(self._pending), POLL_S):
+        for pending in wait_any(list(self._pending), POLL_S / (10 if self.saving.busy else 1)):
             self._resolve(pending)
+        self.saving.deliver()
         if not self._pending:
             time.sleep(POLL_S / 10)  # only while a failed checkpoint waits for its next try
         self._check_pulse()
@@ -361,7 +364,8 @@ class Coordinator:
             self.recorder.checkpoint_failed(order.update, reason)
             self._facts.put(ev.CheckpointFailed(update=order.update, reason=reason))
 
-        self.saving.start(order.update, self._plan, self.crew.stages, self._when, saved, failed)
+        stages, warn = self.crew.stages, partial(self.recorder.event, "warning")
+        self.saving.start(order.update, self._plan, stages, self._when, saved, failed, warn)
 
     def _abort(self, reason: str) -> None:
         self._dispatch.clear()
@@ -370,8 +374,12 @@ class Coordinator:
             handle.abort(reason)
 
     def _finish(self, status: str, update: int, reason: str) -> None:
-        newest = self.saving.newest()
-        if status == "failed" and newest is not None:
+        # A commit may be under way; it counts if it is quick.
+        self.saving.deliver(min(SETTLE_S, self.config.elastic.stall_limit_s))
+        newest = self.saving.newest
+        # One that could not be restored is no good checkpoint.
+        restoring = self._plan is not None and self._segment_index == 0
+        if status == "failed" and newest is not None and not restoring:
             line, *picture = reason.splitlines()
             line += f". Last good checkpoint: update {newest.update} at {newest.path}"
             reason = "\n".join([line, *picture])

@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.config import Config
 from elastic_trainer.errors import ElasticTrainerError, WorkerLostError
 from elastic_trainer.schedule.segment import Segment
@@ -144,10 +145,10 @@ class StageHandle:
     def run_segment(self, segment: Segment) -> Pending[StageReport]:
         return self._call("compute", "run_segment", segment)
 
-    def save(self, update: int, root: str) -> Pending[Mapping[str, Any]]:
+    def save(self, update: int, root: str) -> Pending[Mapping[str, Any] | str]:
         return self._call("compute", "save", update, root)
 
-    def saved(self, update: int) -> Pending[Any]:
+    def saved(self, update: int) -> Pending[SaveProgress]:
         return self._call("control", "saved", update)
 
     def abort(self, reason: str) -> Pending[None]:

@@ -3,6 +3,7 @@ actor whose compute calls run one by one, beside a few control calls."""
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,10 @@ import ray
 import torch
 
 from elastic_trainer.actors.links import addresses, make_exchange, open_channels, own_ip
+from elastic_trainer.actors.pulse import ASKS_PER_LIMIT
 from elastic_trainer.checkpoint.layers import BackgroundSaver, read_layer
-from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile
+from elastic_trainer.checkpoint.progress import SaveProgress
+from elastic_trainer.checkpoint.store import CheckpointStore
 from elastic_trainer.config import Config
 from elastic_trainer.errors import (
     CheckpointError,
@@ -107,11 +110,12 @@ class StageWorker:
         """Run one segment to its commit point."""
         return self._active().run(segment)
 
-    def save(self, update: int, root: str) -> Mapping[str, Any]:
+    def save(self, update: int, root: str) -> Mapping[str, Any] | str:
         """Snapshot the state after `update` to host memory; a thread writes it to `root`.
 
         Returns:
-            What belongs into the manifest besides layers: the state of the loss scaler.
+            What belongs into the manifest besides layers: the state of the loss scaler. A text
+            says why nothing could be saved: training goes on without this checkpoint.
         """
         runtime, plan = self._active(), self._plan
         assert plan is not None
@@ -119,20 +123,23 @@ class StageWorker:
             raise FencedError(
                 f"{self.worker} holds the state after update {runtime.committed}, not {update}"
             )
-        if self._saver is None:
-            self._saver = BackgroundSaver(CheckpointStore(root), plan.layers)
+        try:
+            if self._saver is None:
+                self._saver = BackgroundSaver(CheckpointStore(root), plan.layers)
+        except CheckpointError as error:
+            return f"{self.worker}: {error}"
         if not self._saver.save(update, runtime.layer_states()):
-            raise CheckpointError(f"{self.worker} is still writing an earlier checkpoint")
+            return f"{self.worker} is still writing an earlier checkpoint"
         return {"scaler": runtime.scaler_state}
 
-    def saved(self, update: int) -> list[LayerFile] | str:
-        """The layer files of `update`, once written, or why they could not be."""
+    def saved(self, update: int) -> SaveProgress:
+        """How writing `update` stands; waits a while for its end, to be asked again."""
         assert self._saver is not None, "save comes first"
-        result = self._saver.wait(self.config.elastic.stall_limit_s)
-        if result is None or result.update != update:
-            limit = self.config.elastic.stall_limit_s
-            return f"{self.worker} did not finish writing update {update} within {limit:.0f} s"
-        return str(result.error) if result.error else list(result.files)
+        wait_s = self.config.elastic.stall_limit_s / ASKS_PER_LIMIT
+        progress = self._saver.progress(update, wait_s)
+        if progress.problem is None:
+            return progress
+        return replace(progress, problem=f"{self.worker}: {progress.problem}")
 
     def abort(self, reason: str) -> None:
         """Wake whatever waits, with an error."""

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from elastic_trainer.checkpoint.progress import SaveProgress
+from elastic_trainer.checkpoint.storage import REMOTE_TIMEOUT_S, SLOWEST_BYTES_PER_S
 from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile, Manifest
 from elastic_trainer.checkpoint.tensor_file import decode, encode
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.types import LayerName
 
 LayerState = Mapping[str, Tensor]
+STUCK_S = 2 * REMOTE_TIMEOUT_S  # longer than the storage's own limit, which has the better message
 
 
 def snapshot(tensors: LayerState) -> dict[str, Tensor]:
@@ -74,12 +77,14 @@ class BackgroundSaver:
     """Writes one worker's layers in a thread. One save at a time; errors are reported, not raised.
 
     A failed save keeps its snapshot, so `retry` can go on where it stopped; the next `save` gives
-    it up and clears what it left on the storage.
+    it up and clears what it left on the storage. A save may take as long as it gets on: each layer
+    has `stuck_s` seconds, and one more per megabyte.
 
     Args:
         store: where to write.
         layers: names of all layers of the model, in order.
         on_done: called in the writing thread when a save ends; must be quick and not raise.
+        stuck_s: after how long a layer that is being written counts as stuck.
     """
 
     def __init__(
@@ -87,8 +92,11 @@ class BackgroundSaver:
         store: CheckpointStore,
         layers: Sequence[LayerName],
         on_done: Callable[[SaveResult], None] | None = None,
+        stuck_s: float = STUCK_S,
     ) -> None:
         self._store = store
+        self._stuck_s = stuck_s
+        self._step = ("", 0.0, 0.0)  # what is being done, since when, until when at the latest
         self._index = {name: index for index, name in enumerate(layers)}
         self._on_done = on_done
         self._thread: threading.Thread | None = None
@@ -116,7 +124,9 @@ class BackgroundSaver:
         """
         if self.busy:
             return False
-        if self._pending and self._written:
+        # Even whole files may have come to nothing, where another worker failed: what no manifest
+        # lists is cleared. Not on a remote storage, where a manifest may still be on its way.
+        if self._written and (self._pending or self._store.is_local):
             self._given_up.append((self._update, tuple(self._written)))
         self._update = update
         self._written = []
@@ -137,8 +147,30 @@ class BackgroundSaver:
             self._thread.join(timeout_s)
         return self.result
 
+    def progress(self, update: int, wait_s: float) -> SaveProgress:
+        """How the save of `update` stands, after waiting `wait_s` seconds at most for its end."""
+        result = self.wait(wait_s)
+        if result is None:
+            what, since, latest = self._step
+            now = time.monotonic()
+            if now < latest:
+                return SaveProgress(writing=True)
+            return SaveProgress(
+                writing=True,
+                problem=f"{what}: the storage has not answered for {now - since:.0f} s",
+            )
+        if result.update != update:
+            return SaveProgress(problem=f"the state after update {update} was not being saved")
+        problem = str(result.error) if result.error else None
+        return SaveProgress(files=result.files, problem=problem)
+
+    def _begin(self, what: str, num_bytes: int = 0) -> None:
+        now = time.monotonic()
+        self._step = what, now, now + self._stuck_s + num_bytes / SLOWEST_BYTES_PER_S
+
     def _start(self) -> None:
         self._result = None
+        self._begin(f"saving update {self._update}")
         # A daemon: a storage that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="checkpoint-saver", daemon=True)
         self._thread.start()
@@ -167,9 +199,14 @@ class BackgroundSaver:
     def _write_pending(self) -> None:
         # What an abandoned save wrote may be just what fills the disk.
         while self._given_up:
+            self._begin(f"clearing what was left of update {self._given_up[-1][0]}")
             self._store.delete_layer_files(*self._given_up[-1])
             self._given_up.pop()
         for name in list(self._pending):
+            self._begin(
+                f"writing layer {name!r} of update {self._update}",
+                sum(tensor.nbytes for tensor in self._pending[name].values()),
+            )
             file = write_layer(
                 self._store, self._update, self._index[name], name, self._pending[name]
             )

@@ -86,6 +86,11 @@ class Storage:
             self._is_local = isinstance(self._fs, fs.LocalFileSystem)
         self._has_folders = self._fs.type_name not in _OBJECT_STORES
 
+    @property
+    def is_local(self) -> bool:
+        """Whether this is a file system of this machine, mounted ones included."""
+        return self._is_local
+
     def address(self, name: str = "") -> str:
         """Path or URI of `name`, good for another `Storage`."""
         return self.label(name) + self._query

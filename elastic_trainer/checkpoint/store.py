@@ -101,6 +101,11 @@ class CheckpointStore:
         """Where the checkpoints lie, good for another `CheckpointStore`."""
         return self.storage.address()
 
+    @property
+    def is_local(self) -> bool:
+        """Whether calls act at once or not at all, as on this machine's file systems."""
+        return self.storage.is_local
+
     def layer_path(self, update: int, index: int, name: LayerName, sha256: str) -> str:
         """Where a layer's content belongs, relative to the root. Any layer name is fine."""
         readable = re.sub(r"[^A-Za-z0-9._-]", "_", name)[:60]
@@ -142,10 +147,19 @@ class CheckpointStore:
             fault = "its content does not match its digest"
         else:
             return content
-        raise CheckpointError(
-            f"{where} is damaged: {fault}",
-            "Resume from another checkpoint: `--resume PATH` takes its folder",
-        )
+        raise CheckpointError(f"{where} is damaged: {fault}", self._others(manifest.update))
+
+    def _others(self, update: int) -> str:
+        """What to resume from instead of a damaged checkpoint."""
+        try:
+            older = [m for m in self._manifests() if m.update < update]
+            whole = [m.update for m in older if not self.faults(m)]
+        except CheckpointError:
+            return "Resume from another checkpoint: `--resume PATH` takes its folder"
+        if not whole:
+            return f"There is no older complete checkpoint in {self.storage.label()}"
+        known = ", ".join(map(str, whole))
+        return f"Resume from an older one with `--resume {whole[-1]}`; there are: {known}"
 
     def commit(
         self,

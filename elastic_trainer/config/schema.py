@@ -164,7 +164,9 @@ class CheckpointConfig:
     every_steps: int = _doc(0, "Updates between two checkpoints; 0: at the end only.")
     num_to_keep: int = _doc(2, "Newest checkpoints to keep.")
     storage_path: str | None = _doc(
-        None, "Folder or pyarrow URI for checkpoints; null: inside the run folder."
+        None,
+        "Folder or pyarrow URI for checkpoints, in a folder of the run's name there; null: inside "
+        "the run folder.",
     )
 
 

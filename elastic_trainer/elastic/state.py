@@ -171,8 +171,10 @@ class State:
 
     def _on_save_failed(self, event: ev.CheckpointFailed, now: float) -> list[do.Instruction]:
         self._saving = None
+        if self.phase is Phase.FINISHING and event.update < self.committed:
+            return self._advance(now)  # it was begun before the end: the last state gets its tries
         self._save_tries += 1
-        if self._at_end() and self._save_tries >= MAX_FINAL_CHECKPOINT_TRIES:
+        if self.phase is Phase.FINISHING and self._save_tries >= MAX_FINAL_CHECKPOINT_TRIES:
             return self._fail(
                 f"training reached update {self.committed}, but its checkpoint could not be "
                 f"written: {event.reason}; the newest complete checkpoint is of update {self.saved}"
@@ -191,8 +193,12 @@ class State:
         while (segment := self._next_segment()) is not None:
             out.append(segment)
             out.extend(self._after_segment(segment.last_update))
+        at_end = self._at_end() and not self._in_flight
+        if at_end and self.phase is Phase.RUNNING:
+            # The last state is saved at once, and with all its tries, whatever failed before.
+            self.phase, self._save_tries, self._retry_at = Phase.FINISHING, 0, None
         out.extend(self._retry_save(now))
-        if self._at_end() and not self._in_flight:
+        if at_end:
             out.extend(self._finish())
         return out
 
@@ -240,7 +246,6 @@ class State:
         return do.SaveCheckpoint(generation=self.generation, update=update, reason=reason)
 
     def _finish(self) -> list[do.Instruction]:
-        self.phase = Phase.FINISHING
         out: list[do.Instruction] = []
         wants_eval = self.goal.final_eval and self._end_status == "completed"
         if wants_eval and not self._final_eval_issued:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from elastic_trainer.actors.saving import check_same_data, checkpoint_root
-from elastic_trainer.checkpoint.resume import resolve_resume
+from elastic_trainer.checkpoint.resume import ResumePoint, resolve_resume
 from elastic_trainer.checkpoint.store import CheckpointStore
-from elastic_trainer.config import Config, load_config
+from elastic_trainer.config import Config, load_config, recipe_names
 from elastic_trainer.data.info import describe
-from elastic_trainer.errors import ConfigError, PlanError, RunError
+from elastic_trainer.errors import CheckpointError, ConfigError, PlanError, RunError
 from elastic_trainer.models.registry import load_model
-from elastic_trainer.observability.record import is_alive, new_run_name
+from elastic_trainer.observability.record import CONFIG_FILE, is_alive, new_run_name
 from elastic_trainer.observability.runs import is_run
 from elastic_trainer.run.cluster import resolve_address
 from elastic_trainer.types import Cursor
@@ -106,6 +106,8 @@ def prepare(
     _check_port(config)
     label = config.model.target.rpartition(":")[2] if config.model.target else config.model.name
     name = config.run.name or new_run_name(label, time.time())
+    if run_dir is None and resume is not None:
+        run_dir = _run_of(source, overrides)
     folder = Path(run_dir) if run_dir is not None else Path(config.run.storage_path) / name
     folder = folder.absolute()
     if is_run(folder):
@@ -119,10 +121,17 @@ def prepare(
                 f"{folder} already holds a run",
                 "Continue it with `--resume auto`, or choose another --run-dir.",
             )
-    root = checkpoint_root(config, folder)
-    point = resolve_resume(CheckpointStore(root), resume) if resume is not None else None
+    store = CheckpointStore(checkpoint_root(config, folder))
+    point = _resume_point(store, resume) if resume is not None else None
     if point is not None:
         check_same_data(config, point.manifest)
+    goes_on = resume == "auto" or (point is not None and point.store.root == store.root)
+    if not is_run(folder) and not goes_on and (others := store.newest()) is not None:
+        raise RunError(
+            f"{store.storage.label()} holds checkpoints of another run (update {others.update})",
+            "Choose another run.name or --run-dir, whose last part names the folder there, or "
+            "continue that run with `--resume auto`.",
+        )
     return Launch(
         config=config,
         name=folder.name,
@@ -132,6 +141,31 @@ def prepare(
         checkpoint=point.store.root if point else None,
         notes=(*_notes(resume, point), *_warnings(config)),
     )
+
+
+def _run_of(source: Source, overrides: Sequence[str]) -> Path | None:
+    """The run folder whose configuration `source` is: going on from there means that run."""
+    if not isinstance(source, str | Path) or str(source) in recipe_names():
+        return None
+    if any(override.startswith("run.") for override in overrides):
+        return None  # another place was asked for
+    path = Path(source)
+    folder = path.parent if path.name == CONFIG_FILE and path.is_file() else path
+    return folder if is_run(folder) else None
+
+
+def _resume_point(store: CheckpointStore, resume: str) -> ResumePoint | None:
+    """What `--resume` names; a run folder leads to where that run keeps its checkpoints."""
+    if resume == "auto" or resume.isdecimal() or not (Path(resume) / CONFIG_FILE).is_file():
+        return resolve_resume(store, resume)
+    folder = Path(resume)
+    root = checkpoint_root(load_config(folder / CONFIG_FILE), folder)
+    point = resolve_resume(CheckpointStore(root), "auto")
+    if point is None:
+        raise CheckpointError(
+            f"the run in {folder} has no complete checkpoint", "Start it anew without `--resume`."
+        )
+    return point
 
 
 def _check_model(config: Config) -> None:

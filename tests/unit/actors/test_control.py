@@ -1,7 +1,5 @@
 """The parts of the coordinator that can be seen without Ray."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +14,11 @@ from elastic_trainer.actors.planning import (
     segment_updates,
     store_profile,
 )
-from elastic_trainer.actors.saving import Saving, check_same_data
-from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile
 from elastic_trainer.config import Config, load_config
-from elastic_trainer.errors import CheckpointError, ScheduleError
+from elastic_trainer.errors import ScheduleError
 from elastic_trainer.schedule.actions import Kind
 from elastic_trainer.schedule.build import build
 from elastic_trainer.types import (
-    BatchInfo,
-    CheckpointInfo,
-    Cursor,
     LayerProfile,
     Plan,
     Prediction,
@@ -170,81 +163,3 @@ def test_profiles_are_cached_by_what_times_depend_on(
     assert profile_key(config("optim.learning_rate=0.5"), "cpu", ["a"]) == key
     (tmp_path / "elastic-trainer" / "profiles" / f"{key}.json").write_text("{cut")
     assert load_profile(key) is None
-
-
-class FakeCall:
-    """A remote call whose result is there at once."""
-
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-
-class FakeStage:
-    """A stage worker that writes one layer."""
-
-    def __init__(self, store: CheckpointStore, index: int, fault: str = "") -> None:
-        self.store, self.index, self.fault = store, index, fault
-
-    def save(self, update: int, root: str) -> FakeCall:
-        return FakeCall({"scaler": {"scale": 2.0}})
-
-    def saved(self, update: int) -> FakeCall:
-        if self.fault:
-            return FakeCall(self.fault)
-        return FakeCall([self._write(update)])
-
-    def _write(self, update: int) -> LayerFile:
-        return self.store.write_layer_file(update, self.index, f"layer{self.index}", [b"x"])
-
-
-def save(
-    saving: Saving, stages: dict[str, Any], update: int
-) -> tuple[list[CheckpointInfo], list[str]]:
-    saved: list[CheckpointInfo] = []
-    failed: list[str] = []
-
-    def when(call: Any, then: Callable[[Any], None]) -> None:
-        then(call.result)
-
-    saving.start(update, plan(), stages, when, saved.append, failed.append)
-    return saved, failed
-
-
-def test_a_checkpoint_is_committed_when_all_stages_have_written(tmp_path: Path) -> None:
-    settings = config("checkpoint.num_to_keep=1")
-    saving = Saving(settings, str(tmp_path), 0, Cursor())
-    saving.note([BatchInfo(update=3, microbatches=(), end=Cursor(epoch=1, row=7))])
-    store = CheckpointStore(saving.root)
-    stages: dict[str, Any] = {f"stage-{i}": FakeStage(store, i) for i in range(2)}
-    saved, failed = save(saving, stages, 3)
-    assert failed == [] and saved[0].update == 3
-    manifest = store.manifest(3)
-    assert manifest.cursor == Cursor(epoch=1, row=7)
-    assert manifest.extra["scaler"] == {"scale": 2.0} and manifest.extra["num_stages"] == 2
-
-
-def test_one_stage_that_cannot_write_fails_the_checkpoint_and_keeps_the_older(
-    tmp_path: Path,
-) -> None:
-    saving = Saving(config(), str(tmp_path), 0, Cursor())
-    saving.note([BatchInfo(update=u, microbatches=(), end=Cursor(row=u)) for u in (1, 2)])
-    store = CheckpointStore(saving.root)
-    good: dict[str, Any] = {f"stage-{i}": FakeStage(store, i) for i in range(2)}
-    save(saving, good, 1)
-    bad = good | {"stage-1": FakeStage(store, 1, fault="No space left on device")}
-    saved, failed = save(saving, bad, 2)
-    assert saved == [] and failed == ["No space left on device"]
-    newest = saving.newest()
-    assert newest is not None and newest.update == 1
-
-
-def test_going_on_with_other_data_is_refused(tmp_path: Path) -> None:
-    saving = Saving(config(), str(tmp_path), 0, Cursor())
-    saving.note([BatchInfo(update=1, microbatches=(), end=Cursor(row=1))])
-    store = CheckpointStore(saving.root)
-    save(saving, {"stage-0": FakeStage(store, 0)}, 1)
-    manifest = store.manifest(1)
-    check_same_data(config(), manifest)
-    with pytest.raises(CheckpointError, match="other data"):
-        check_same_data(config("train.seed=9"), manifest)
-    check_same_data(config("train.seed=9"), replace(manifest, extra={}))

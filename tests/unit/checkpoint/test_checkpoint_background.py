@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from elastic_trainer.checkpoint.layers import BackgroundSaver, SaveResult, read_layer
+from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.checkpoint.resume import resolve_resume
 from elastic_trainer.checkpoint.storage import Buffer
 from elastic_trainer.checkpoint.store import CheckpointStore
@@ -121,6 +122,41 @@ def test_errors_are_reported_and_a_retry_writes_only_the_rest(
     assert gate.num_calls == 5  # a, b, the broken c; then c and d
     store.commit(5, finished(saver).files, cursor=Cursor())
     assert not saver.retry()
+
+
+def test_a_save_that_gets_on_is_asked_again_and_one_that_is_stuck_is_told(
+    store: CheckpointStore, gate: Gate
+) -> None:
+    patient, hasty = BackgroundSaver(store, LAYERS), BackgroundSaver(store, LAYERS, stuck_s=0.0)
+    gate.open.clear()
+    patient.save(5, states(1.0))
+    assert patient.progress(5, 0.0) == SaveProgress(writing=True)
+    hasty.save(5, states(1.0))
+    assert gate.reached.wait(WAIT_S)
+    told = hasty.progress(5, 0.05)  # a kibibyte of a layer may take a millisecond
+    assert told.writing and told.problem is not None
+    assert "layer 'a' of update 5: the storage has not answered" in told.problem
+    gate.open.set()
+    for saver in (patient, hasty):
+        told = saver.progress(5, WAIT_S)
+        assert not told.writing and told.problem is None
+        assert [file.name for file in told.files] == list(LAYERS)
+        assert saver.progress(6, 0.0).problem is not None
+
+
+def test_whole_files_that_came_to_nothing_are_cleared_by_the_next_save(
+    store: CheckpointStore,
+) -> None:
+    """Another worker failed, so no manifest lists them."""
+    saver = BackgroundSaver(store, LAYERS)
+    saver.save(5, states(1.0))
+    assert finished(saver).ok
+    saver.save(6, states(2.0))
+    store.commit(6, finished(saver).files, cursor=Cursor())
+    saver.save(7, states(3.0))
+    assert finished(saver).ok
+    assert list((Path(store.root) / "step-00000005").iterdir()) == []
+    assert values(store, 6, "a") == {2.0}, "the complete one stays"
 
 
 def test_a_failed_save_that_is_not_retried_is_cleared_by_the_next(

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_trainer.checkpoint.layers import read_layer
 from elastic_trainer.checkpoint.resume import resolve_resume
 from elastic_trainer.checkpoint.store import CheckpointStore
 from elastic_trainer.errors import CheckpointError
@@ -77,6 +78,29 @@ def test_auto_passes_over_a_damaged_checkpoint_and_says_so(
     [reason] = point.passed_over
     assert reason.startswith("update 10: layer 'blocks.0'") and file in reason
     assert str(point) == f"resuming from update 9 in {store.root}; passed over {reason}"
+
+
+def test_content_that_does_not_match_names_what_can_be_resumed(
+    store: CheckpointStore, save: Save
+) -> None:
+    """Sizes are checked when a checkpoint is chosen, content when it is read."""
+
+    def alter(info: CheckpointInfo) -> None:
+        path = sorted(Path(info.path).glob("layer-0001-*"))[0]
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+
+    save(store, 7)
+    alter(save(store, 8))
+    damage(save(store, 9))
+    alter(save(store, 10))
+    assert chosen(store, "auto") == 10
+    with pytest.raises(CheckpointError, match="step-00000010.* digest.*`--resume 8`; .*: 7, 8$"):
+        read_layer(store, store.manifest(10), "blocks.0")
+    with pytest.raises(CheckpointError, match="step-00000008.* digest.*`--resume 7`; .*: 7$"):
+        read_layer(store, store.manifest(8), "blocks.0")
+    alter(CheckpointInfo(update=7, path=f"{store.root}/step-00000007", num_bytes=0, created_at=0.0))
+    with pytest.raises(CheckpointError, match="no older complete checkpoint"):
+        read_layer(store, store.manifest(7), "blocks.0")
 
 
 def test_a_damaged_checkpoint_asked_for_by_name_is_refused(

@@ -121,6 +121,36 @@ def test_a_final_checkpoint_that_cannot_be_written_fails_the_run_and_says_so() -
     assert state.phase is Phase.FAILED and "disk full" in out[-1].reason
 
 
+def test_failures_before_the_end_take_no_tries_from_the_last_state() -> None:
+    state, _ = running_state(goal(save_steps=4, max_steps=12, final_eval=False))
+    now = 0.0
+    state.handle(ev.SegmentDone(generation=1, last_update=4), now)
+    state.handle(ev.CheckpointFailed(update=4, reason="disk full"), now)
+    for _ in range(MAX_FINAL_CHECKPOINT_TRIES):
+        now += 1000.0
+        state.handle(ev.Tick(), now)
+        state.handle(ev.CheckpointFailed(update=8, reason="disk full"), now)
+    state.handle(ev.SegmentDone(generation=1, last_update=8), now)
+    out = state.handle(ev.SegmentDone(generation=1, last_update=12), now)
+    assert [type(i) for i in out] == [do.SaveCheckpoint], "at once, whatever the pause was"
+    for _ in range(MAX_FINAL_CHECKPOINT_TRIES - 1):
+        assert state.handle(ev.CheckpointFailed(update=12, reason="disk full"), now) == []
+        now += 1000.0
+        assert [type(i) for i in state.handle(ev.Tick(), now)] == [do.SaveCheckpoint]
+    state.handle(ev.CheckpointFailed(update=12, reason="disk full"), now)
+    assert state.phase is Phase.FAILED
+
+
+def test_an_older_checkpoint_that_fails_at_the_end_is_not_a_try_of_the_last_state() -> None:
+    state, out = running_state(goal(save_steps=4, max_steps=6, final_eval=False))
+    assert any(isinstance(i, do.SaveCheckpoint) and i.update == 4 for i in out)
+    for last in (4, 6):
+        out = state.handle(ev.SegmentDone(generation=1, last_update=last), 0.0)
+    assert out == [] and state.phase is Phase.FINISHING, "one checkpoint at a time"
+    (save,) = state.handle(ev.CheckpointFailed(update=4, reason="disk full"), 0.0)
+    assert isinstance(save, do.SaveCheckpoint) and save.update == 6
+
+
 def test_stop_before_the_pipeline_runs_ends_at_once() -> None:
     state = State(goal())
     state.start()

@@ -14,6 +14,7 @@ import ray
 
 from elastic_trainer import fit
 from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile
+from elastic_trainer.config import Config, load_config, to_yaml
 from elastic_trainer.data.tokenizer import train_bpe
 from elastic_trainer.errors import (
     CheckpointError,
@@ -27,6 +28,7 @@ from elastic_trainer.errors import (
 from elastic_trainer.observability.record import RunRecord
 from elastic_trainer.run import launch
 from elastic_trainer.run.prepare import prepare
+from elastic_trainer.run.results import checkpoints
 from elastic_trainer.types import Cursor
 
 SYNTHETIC: Any = {
@@ -275,6 +277,59 @@ def test_damaged_checkpoints_are_passed_over_and_named(folder: Path) -> None:
     next((root / "step-00000002").glob("layer-*")).unlink()
     parts = ["no checkpoint in", "is whole", "update 4", "update 2"]
     refused(CheckpointError, parts, SYNTHETIC, run_dir=folder / "old", resume="auto")
+
+
+def a_run(folder: Path, *overrides: str) -> Config:
+    """A run folder as a trainer leaves it."""
+    resolved = load_config(SYNTHETIC, overrides)
+    with RunRecord(folder) as record:
+        record.write_config(to_yaml(resolved))
+    return resolved
+
+
+@pytest.mark.parametrize("source", ["runs/x", "runs/x/config.yaml"])
+def test_going_on_with_a_run_by_its_folder(folder: Path, source: str) -> None:
+    a_run(folder / "runs" / "x")
+    save(folder / "runs" / "x" / "checkpoints", 2)
+    made = prepare(source, [], resume="auto")
+    assert (made.run_dir, made.update) == (folder / "runs" / "x", 2)
+    assert prepare(Path(source), ["train.max_steps=9"], resume="2").run_dir == made.run_dir
+    # Another folder where one is asked for, and where nothing is to go on.
+    assert prepare(source, ["run.name=y"], resume="auto").run_dir == folder / "runs" / "y"
+    assert prepare(source, [], run_dir="z", resume="auto").run_dir == folder / "z"
+    assert prepare(source, []).run_dir != made.run_dir
+
+
+def test_checkpoints_at_a_common_place(folder: Path) -> None:
+    place = f"checkpoint.storage_path={folder / 'all'}"
+    a_run(folder / "runs" / "first", place)
+    save(folder / "all" / "first", 6)
+    made = prepare("runs/first", [place], resume="auto")
+    assert (made.update, made.checkpoint) == (6, str(folder / "all" / "first"))
+    assert [c.update for c in checkpoints("runs/first")] == [6]
+    second = prepare(SYNTHETIC, [place, "run.name=second"], resume="auto")
+    assert second.update == 0, "the first run's checkpoints are not its own"
+    branched = prepare(SYNTHETIC, [place, "run.name=second"], resume="runs/first")
+    assert (branched.update, branched.checkpoint) == (6, made.checkpoint)
+
+
+@pytest.mark.parametrize("resume", [None, "runs/other"])
+def test_a_run_of_the_same_name_is_not_overwritten(folder: Path, resume: str | None) -> None:
+    """Run folders of one name may lie in different places and share the place of checkpoints."""
+    place = f"checkpoint.storage_path={folder / 'all'}"
+    save(folder / "all" / "first", 6)
+    save(folder / "all" / "other", 2)
+    Path("elsewhere").mkdir()
+    a_run(folder / "kept" / "other", place)
+    resume = resume and str(folder / "kept" / "other")
+    refused(
+        RunError,
+        ["checkpoints of another run (update 6)", "--resume auto", "run.name"],
+        SYNTHETIC,
+        place,
+        run_dir=folder / "elsewhere" / "first",
+        resume=resume,
+    )
 
 
 def test_metrics_port_taken() -> None:
