@@ -213,8 +213,6 @@ class Coordinator:
 
     def _make_plan(self, instruction: do.MakePlan) -> None:
         workers = list(instruction.workers)
-        first = self._descriptions[workers[0]]
-        key = profile_key(self.config, first["device_class"], first["layers"])
 
         def planned(profile: Any) -> None:
             plan = plan_for(
@@ -224,19 +222,20 @@ class Coordinator:
                 ev.Planned(plan=plan, segment_updates=segment_updates(self.config, plan))
             )
 
-        def profiled(profile: Any) -> None:
+        def profiled(key: str, profile: Any) -> None:
             store_profile(key, profile)
             planned(profile)
 
         def sampled(sample: Any) -> None:
-            self._when(self.crew.stages[workers[0]].profile(sample), profiled)
+            key = profile_key(self.config, self._descriptions[workers[0]], sample)
+            if (known := load_profile(key)) is not None:
+                planned(known)
+                return
+            call = self.crew.stages[workers[0]].profile(sample)
+            self._when(call, partial(profiled, key))
 
-        profile = load_profile(key)
-        if profile is not None:
-            planned(profile)
-        else:
-            assert self.crew.loader is not None
-            self._when(self.crew.loader.sample(), sampled)
+        assert self.crew.loader is not None
+        self._when(self.crew.loader.sample(), sampled)
 
     def _configure(self, instruction: do.Configure) -> None:
         plan = self._plan = instruction.plan

@@ -1,12 +1,17 @@
 """From measured profiles to a plan: the cache on disk around the pure planner."""
 
 import hashlib
+import importlib.util
 import json
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from elastic_trainer.config import Config
 from elastic_trainer.planner.plan import commit_every, make_plan, stage_ties
@@ -16,6 +21,7 @@ from elastic_trainer.schedule.validate import validate
 from elastic_trainer.types import LayerProfile, Plan, Profile, WorkerId
 from elastic_trainer.version import __version__
 
+SHIPPED_MODELS = "elastic_trainer.models.registry"
 SEGMENT_S = 1.0  # a synchronous segment lasts about this long
 MAX_SEGMENT_UPDATES = 64
 
@@ -26,20 +32,63 @@ def cache_folder() -> Path:
     return Path(base) / "elastic-trainer" / "profiles"
 
 
-def profile_key(config: Config, device_class: str, layers: Sequence[str]) -> str:
-    """Digest of everything that layer times depend on."""
+def profile_facts(config: Config) -> dict[str, str]:
+    """What layer times depend on, as only the process knows it that measures them."""
+    code = hashlib.sha256()
+    for target in (config.model.target, config.loss.target):
+        for file in _sources(target or SHIPPED_MODELS):
+            code.update(file.read_bytes())
+    for value in config.model.args.values():  # such as a folder with a Hugging Face model
+        for file in (Path(str(value)), Path(str(value)) / "config.json"):
+            if isinstance(value, str) and file.is_file():
+                code.update(file.read_bytes())
+    return {"code": code.hexdigest(), "cpu": _cpu_model(), "torch": version("torch")}
+
+
+def profile_key(
+    config: Config, description: Mapping[str, Any], sample: Mapping[str, "np.ndarray[Any, Any]"]
+) -> str:
+    """Digest of everything that layer times depend on.
+
+    Args:
+        config: model, precision and so on.
+        description: what the worker that measures said of itself.
+        sample: the microbatch that is measured.
+    """
     facts: dict[str, Any] = {
         "model": asdict(config.model),
         "loss": asdict(config.loss),
-        "layers": list(layers),
+        "layers": list(description["layers"]),
+        "sample": {name: [str(a.dtype), list(a.shape)] for name, a in sample.items()},
+        "facts": description["profile_facts"],
         "sequence_length": config.data.sequence_length,
         "microbatch_size": config.pipeline.microbatch_size,
         "precision": config.train.precision,
         "threads": config.numerics.threads_per_stage,
-        "device_class": device_class,
+        "device_class": description["device_class"],
         "version": __version__,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _sources(target: str) -> list[Path]:
+    """The file of a `module:function`, and those beside it that it may import."""
+    try:
+        spec = importlib.util.find_spec(target.partition(":")[0])
+    except (ImportError, ValueError):
+        return []
+    if spec is None or spec.origin is None or not spec.has_location:
+        return []
+    return sorted(Path(spec.origin).parent.glob("*.py"))
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.machine())
 
 
 def load_profile(key: str) -> Profile | None:
@@ -94,6 +143,11 @@ def segment_updates(config: Config, plan: Plan) -> int:
     if config.pipeline.segment_updates:
         return config.pipeline.segment_updates
     return max(1, min(MAX_SEGMENT_UPDATES, round(SEGMENT_S / max(plan.predicted.step_s, 1e-6))))
+
+
+def longest_action_s(plan: Plan) -> float:
+    """What the longest single action is expected to take: no more than a forward and a backward."""
+    return max(plan.predicted.stage_busy_s) / plan.num_microbatches
 
 
 def routes(

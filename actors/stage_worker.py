@@ -11,6 +11,7 @@ import ray
 import torch
 
 from elastic_trainer.actors.links import addresses, make_exchange, open_channels, own_ip
+from elastic_trainer.actors.planning import profile_facts
 from elastic_trainer.actors.pulse import ASKS_PER_LIMIT
 from elastic_trainer.checkpoint.layers import BackgroundSaver, read_layer
 from elastic_trainer.checkpoint.progress import SaveProgress
@@ -59,6 +60,7 @@ class StageWorker:
             "ties": [(owner, follower) for owner, follower, *_ in ties(self.model)],
             "input_fields": list(self.model.input_fields),
             "label_fields": list(self.model.label_fields),
+            "profile_facts": profile_facts(self.config),
             "batch_fields": [list(spec.batch_fields) for spec in self.model.layers],
         }
 

@@ -8,6 +8,7 @@ from elastic_trainer.actors.loader import update_batch_size
 from elastic_trainer.actors.planning import (
     load_profile,
     plan_for,
+    profile_facts,
     profile_key,
     store_profile,
 )
@@ -33,16 +34,22 @@ def plan_command(
     model = load_model(config)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(config.numerics.threads_per_stage)
-    key = profile_key(config, device_class(device), model.names)
+    memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
+    description = {
+        "memory_bytes": memory,
+        "ties": [(t.owner, t.follower) for t in ties(model)],
+        "device_class": device_class(device),
+        "layers": model.names,
+        "profile_facts": profile_facts(config),
+    }
+    _, (sample, *_) = next(BatchStream(config, "train", update_batch_size(config)))
+    key = profile_key(config, description, sample)
     profile = load_profile(key)
     if profile is None:
-        _, microbatches = next(BatchStream(config, "train", update_batch_size(config)))
-        sample = {name: torch.from_numpy(array) for name, array in microbatches[0].items()}
-        profile = profile_layers(model, config, sample, device)
+        fields = {name: torch.from_numpy(array) for name, array in sample.items()}
+        profile = profile_layers(model, config, fields, device)
         store_profile(key, profile)
     names = [f"stage-{i}" for i in range(config.cluster.num_workers)]
-    memory = torch.cuda.get_device_properties(0).total_memory if device.type == "cuda" else None
-    description = {"memory_bytes": memory, "ties": [(t.owner, t.follower) for t in ties(model)]}
     return config, plan_for(config, profile, names, 1, dict.fromkeys(names, description))
 
 

@@ -1,6 +1,5 @@
 """The parts of the coordinator that can be seen without Ray."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,21 +7,16 @@ import pytest
 from elastic_trainer.actors.dispatch import Dispatch, Order
 from elastic_trainer.actors.planning import (
     Schedules,
-    load_profile,
-    profile_key,
     routes,
     segment_updates,
-    store_profile,
 )
 from elastic_trainer.config import Config, load_config
 from elastic_trainer.errors import ScheduleError
 from elastic_trainer.schedule.actions import Kind
 from elastic_trainer.schedule.build import build
 from elastic_trainer.types import (
-    LayerProfile,
     Plan,
     Prediction,
-    Profile,
     StagePlan,
 )
 
@@ -138,28 +132,3 @@ def test_segments_last_about_a_second_and_asynchronous_ones_until_the_drain() ->
     assert segment_updates(config("pipeline.segment_updates=3"), plan()) == 3
     settings = config("pipeline.schedule=async_1f1b", "pipeline.commit_every=7")
     assert segment_updates(settings, plan("async_1f1b")) == 7
-
-
-def test_profiles_are_cached_by_what_times_depend_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    layer = LayerProfile(
-        name="a", forward_s=1.0, backward_s=2.0, activation_bytes=3, saved_bytes=4,
-        parameter_bytes=5,
-    )  # fmt: skip
-    profile = Profile(device_class="cpu", microbatch_size=4, layers=(layer,))
-    key = profile_key(config(), "cpu", ["a"])
-    assert load_profile(key) is None
-    store_profile(key, profile)
-    assert load_profile(key) == profile
-    others = {
-        profile_key(config("numerics.threads_per_stage=2"), "cpu", ["a"]),
-        profile_key(config("pipeline.microbatch_size=2"), "cpu", ["a"]),
-        profile_key(config(), "gpu", ["a"]),
-        profile_key(config(), "cpu", ["b"]),
-    }
-    assert key not in others and len(others) == 4
-    assert profile_key(config("optim.learning_rate=0.5"), "cpu", ["a"]) == key
-    (tmp_path / "elastic-trainer" / "profiles" / f"{key}.json").write_text("{cut")
-    assert load_profile(key) is None
