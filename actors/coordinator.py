@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from elastic_trainer.actors.dispatch import Dispatch, Order
-from elastic_trainer.actors.handles import LoaderHandle, Pending, StageHandle, wait_any
+from elastic_trainer.actors.faults import full_name, one_line
+from elastic_trainer.actors.handles import Pending, wait_any
 from elastic_trainer.actors.planning import (
     Schedules,
     load_profile,
@@ -22,9 +23,9 @@ from elastic_trainer.actors.planning import (
     segment_updates,
     store_profile,
 )
-from elastic_trainer.actors.pulse import Pulse
 from elastic_trainer.actors.recorder import Recorder
 from elastic_trainer.actors.saving import Saving
+from elastic_trainer.actors.vigil import Vigil
 from elastic_trainer.actors.workers import Crew, private_folder
 from elastic_trainer.config import Config
 from elastic_trainer.elastic import events as ev
@@ -36,6 +37,7 @@ from elastic_trainer.types import CheckpointInfo, Cursor, Plan, RunResult
 
 SETTLE_S = 5.0  # how long the end waits for a storage's answer to say which checkpoint is newest
 POLL_S = 0.5  # how soon a stop request is seen while nothing else happens
+Then = Callable[[Any], None]  # what to do with a call's result
 EVAL_KEYS = 1 << 40  # keys of held-out batches, far from any update
 
 
@@ -51,7 +53,6 @@ class Coordinator:
             start: `update`, `cursor` and `checkpoint` (its root folder, or None) to start from.
         """
         self.config = config
-        self.run_name = run
         self._start = start
         train = config.train
         self.state = State(
@@ -68,9 +69,11 @@ class Coordinator:
         self.saving = Saving(config, run_dir, start["update"], start["cursor"])
         self.crew = Crew(config, private_folder(run_dir))
         self._facts: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
-        self._pending: dict[Pending[Any], Callable[[Any], None]] = {}
+        self._pending: dict[Pending[Any], Then] = {}
         self._dispatch = Dispatch(self._send)
-        self._pulse = Pulse(config.elastic.stall_limit_s)
+        self._vigil = Vigil(config)
+        self._turned = time.monotonic()
+        self._after_loader: Callable[[], None] | None = None
         self._descriptions: dict[str, Mapping[str, Any]] = {}
         self._plan: Plan | None = None
         self._segment_index = 0
@@ -82,9 +85,9 @@ class Coordinator:
 
     # What others may call while `run` runs.
 
-    def ping(self) -> str:
-        """Phase of the run."""
-        return str(self.state.phase)
+    def ping(self) -> float:
+        """For how many seconds the run has stood at one thing; few, while all is well."""
+        return time.monotonic() - self._turned
 
     def stop(self, reason: str) -> None:
         """End at the next commit point, with a checkpoint."""
@@ -109,6 +112,7 @@ class Coordinator:
 
     def _step(self) -> None:
         """Collect facts, decide, act."""
+        self._turned = time.monotonic()
         for pending in wait_any(list(self._pending), POLL_S / (10 if self.saving.busy else 1)):
             self._resolve(pending)
         self.saving.deliver()
@@ -123,6 +127,7 @@ class Coordinator:
     def _resolve(self, pending: Pending[Any]) -> None:
         """Hand a finished call's result to whoever waits for it; turn its error into a fact."""
         then = self._pending.pop(pending)
+        self._vigil.returned(pending)
         try:
             value = pending.get(self.config.elastic.stall_limit_s)
         except WorkerLostError as error:
@@ -131,35 +136,33 @@ class Coordinator:
             self._fail(str(error))
         except Exception as error:  # noqa: BLE001 - a fault of ours on a worker: show where
             self.recorder.event("traceback", str(error))
-            self._fail(f"{self._name(pending.worker)}: {_last_line(error)}")
+            self._fail(one_line(error, self._name(pending.worker)))
         else:
             then(value)
 
     def _check_pulse(self) -> None:
-        """Ask every actor now and then; whoever does not answer in time is lost."""
-        now = time.monotonic()
-        due = set(self._pulse.due(now))
+        """Ask every actor now and then; who does not answer in time, or stands still, is named."""
+        due = self._vigil.due()
         for member in self.crew.members():
             if member.worker in due:
-                self._pulse.ask(member.worker, now)
-                self._when(member.ping(), partial(self._answered, member.worker))
-        for worker, silent_s in self._pulse.silent(now).items():
-            cause = f"it has not answered for {silent_s:.0f} s; is it stopped or overloaded?"
+                self._ask(member.ping(), partial(self._vigil.told, member.worker, member.line))
+        for worker, cause in self._vigil.silent():
             self._facts.put(ev.WorkerLost(worker=self._name(worker), cause=cause))
+        if (stalled := self._vigil.stalled(self._name)) is not None:
+            self._fail(stalled)
 
-    def _answered(self, worker: str, _: Any) -> None:
-        self._pulse.answered(worker, time.monotonic())
-
-    def _when(self, pending: Pending[Any], then: Callable[[Any], None]) -> None:
+    def _ask(self, pending: Pending[Any], then: Then, limit_s: float | None = None) -> None:
+        """Await a call that is answered at once, within `limit_s` or the stall limit."""
         self._pending[pending] = then
+        self._vigil.asked(pending, limit_s)
+
+    def _when(self, pending: Pending[Any], then: Then, limit_s: float | None = None) -> None:
+        """Await a call that takes as long as it needs while its work moves on."""
+        self._pending[pending] = then
+        self._vigil.sent(pending, limit_s)
 
     def _name(self, worker: str) -> str:
-        stages = self._plan.stages if self._plan else ()
-        stage = next((s.stage for s in stages if s.worker == worker), None)
-        node = self._descriptions.get(worker, {}).get("node_ip")
-        place = [f"stage {stage}" if stage is not None else "", f"node {node}" if node else ""]
-        inside = ", ".join(p for p in place if p)
-        return f"{worker} ({inside})" if inside else worker
+        return full_name(worker, self._plan, self._descriptions.get(worker, {}).get("node_ip"))
 
     def _fail(self, reason: str) -> None:
         self._facts.put(ev.Failed(generation=self.state.generation, reason=reason))
@@ -168,6 +171,7 @@ class Coordinator:
 
     def _execute(self, instructions: list[do.Instruction]) -> None:
         for instruction in instructions:
+            self._turned = time.monotonic()
             self.recorder.instruction(instruction)
             try:
                 self._carry_out(instruction)
@@ -195,18 +199,18 @@ class Coordinator:
                 self._finish(status, update, reason)
 
     def _start_workers(self) -> None:
-        loader = self.crew.start_loader()
+        self.crew.start_loader()
         wanted = self.crew.reserve(lambda: self._stopping)
-        stages = self.crew.start_stages(wanted)
-        start_s = self.config.cluster.start_timeout_s + self.config.elastic.stall_limit_s
-        members: list[StageHandle | LoaderHandle] = [loader, *stages]
-        for handle in members:
-            self._pulse.ask(handle.worker, time.monotonic(), start_s)
-            self._when(handle.describe(), partial(self._joined, handle.worker))
+        self.crew.start_stages(wanted)
+        for member in self.crew.members():
+            joined = partial(self._joined, member.worker)
+            self._ask(member.describe(), joined, self._vigil.start_limit_s)
 
     def _joined(self, worker: str, description: Mapping[str, Any]) -> None:
-        self._answered(worker, None)
+        self._vigil.answered(worker)
         self._descriptions[worker] = description
+        if self._after_loader is not None and worker not in self.crew.stages:
+            self._after_loader()
         if worker in self.crew.stages:
             self.recorder.joined(worker, description)
             self._facts.put(ev.WorkerJoined(worker=worker))
@@ -218,9 +222,8 @@ class Coordinator:
             plan = plan_for(
                 self.config, profile, workers, instruction.generation, self._descriptions
             )
-            self._facts.put(
-                ev.Planned(plan=plan, segment_updates=segment_updates(self.config, plan))
-            )
+            updates = segment_updates(self.config, plan)
+            self._facts.put(ev.Planned(plan=plan, segment_updates=updates))
 
         def profiled(key: str, profile: Any) -> None:
             store_profile(key, profile)
@@ -232,21 +235,21 @@ class Coordinator:
                 planned(known)
                 return
             call = self.crew.stages[workers[0]].profile(sample)
-            self._when(call, partial(profiled, key))
+            self._when(call, partial(profiled, key), self._vigil.start_limit_s)
 
         assert self.crew.loader is not None
-        self._when(self.crew.loader.sample(), sampled)
+        self._when(self.crew.loader.sample(), sampled, self._vigil.start_limit_s)
 
     def _configure(self, instruction: do.Configure) -> None:
-        plan = self._plan = instruction.plan
-        ties = self._descriptions[plan.stages[0].worker]["ties"]
-        self._schedules = Schedules(self.config, plan, ties)
         loader = self.crew.loader
         assert loader is not None
         if loader.worker not in self._descriptions:  # it may be slower to start than the stages
-            self._descriptions[loader.worker] = loader.describe().get(
-                self.config.cluster.start_timeout_s
-            )
+            self._after_loader = partial(self._configure, instruction)
+            return
+        plan = self._plan = instruction.plan
+        self._vigil.planned(plan)
+        first = self._descriptions[plan.stages[0].worker]
+        self._schedules = Schedules(self.config, plan, first["ties"])
         self.recorder.planned(plan)
         workers = [s.worker for s in plan.stages]
         waiting = {*workers, loader.worker}
@@ -254,20 +257,19 @@ class Coordinator:
         def configured(worker: str, _: Any) -> None:
             waiting.discard(worker)
             if not waiting:
-                self._facts.put(
-                    ev.Configured(generation=plan.generation, update=instruction.update)
-                )
+                done = ev.Configured(generation=plan.generation, update=instruction.update)
+                self._facts.put(done)
 
         for worker in workers:
             peers = {w: d for w, d in self._descriptions.items() if w != worker}
             root = self._start["checkpoint"]
             restore = (root, instruction.update) if instruction.update else None
             call = self.crew.stages[worker].configure(plan, peers, restore)
-            self._when(call, partial(configured, worker))
+            self._when(call, partial(configured, worker), self._vigil.start_limit_s)
         cursor: Cursor = self._start["cursor"]
         peers = {w: self._descriptions[w] for w in workers}
         serve = loader.configure(plan.generation, peers, routes(plan, self._descriptions), cursor)
-        self._when(serve, partial(configured, loader.worker))
+        self._when(serve, partial(configured, loader.worker), self._vigil.start_limit_s)
 
     def _order_segment(self, instruction: do.RunSegment) -> None:
         order = Order(
@@ -369,6 +371,7 @@ class Coordinator:
     def _abort(self, reason: str) -> None:
         self._dispatch.clear()
         self._pending.clear()
+        self._vigil.clear()
         for handle in self.crew.stages.values():
             handle.abort(reason)
 
@@ -390,10 +393,5 @@ class Coordinator:
         """A fault of the coordinator itself: recorded like any other end."""
         self.recorder.event("traceback", traceback.format_exc())
         ours = isinstance(error, ElasticTrainerError)
-        reason = str(error) if ours else f"coordinator (pid {os.getpid()}): {_last_line(error)}"
+        reason = str(error) if ours else f"coordinator (pid {os.getpid()}): {one_line(error)}"
         self._finish("failed", self.state.committed, reason)
-
-
-def _last_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__

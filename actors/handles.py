@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from elastic_trainer.actors.watch import Mark
 from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.config import Config
 from elastic_trainer.errors import ElasticTrainerError, WorkerLostError
@@ -26,14 +27,20 @@ from elastic_trainer.types import BatchInfo, Cursor, Plan, Profile, StageReport,
 T = TypeVar("T")
 Address = Mapping[str, Any]
 NAMESPACE = "elastic-trainer"
+COORDINATOR = "the coordinator"
+STAGES = "stages"  # the line of work of all stages: they wait for each other
 
 
 class Pending(Generic[T]):
-    """The result of a remote call that may not be there yet."""
+    """The result of a remote call that may not be there yet.
 
-    def __init__(self, ref: Any, worker: WorkerId) -> None:
+    `line` names the calls that wait for each other; see `watch.py`.
+    """
+
+    def __init__(self, ref: Any, worker: WorkerId, line: str) -> None:
         self.ref = ref
         self.worker = worker
+        self.line = line
 
     def get(self, timeout_s: float) -> T:
         """The result.
@@ -113,6 +120,7 @@ class StageHandle:
         from elastic_trainer.actors.stage_worker import StageWorker
 
         self.worker = worker
+        self.line = STAGES
         options = _resource_options(resources)
         actor = ray.remote(**_groups(compute=1, control=2))(StageWorker)
         self._actor: Any = actor.options(
@@ -126,12 +134,13 @@ class StageHandle:
 
     def _call(self, group: str, method: str, *args: Any) -> Pending[Any]:
         call = getattr(self._actor, method).options(concurrency_group=group)
-        return Pending(call.remote(*args), self.worker)
+        line = self.line if group == "compute" else f"{self.worker} {group}"
+        return Pending(call.remote(*args), self.worker, line)
 
     def describe(self) -> Pending[Mapping[str, Any]]:
         return self._call("control", "describe")
 
-    def ping(self) -> Pending[None]:
+    def ping(self) -> Pending[Mark]:
         return self._call("control", "ping")
 
     def profile(self, sample: Any) -> Pending[Profile]:
@@ -170,6 +179,7 @@ class LoaderHandle:
         from elastic_trainer.actors.loader import Loader
 
         self.worker = worker
+        self.line = str(worker)
         self._actor: Any = (
             ray.remote(**_groups(main=1, control=1))(Loader)
             .options(
@@ -183,12 +193,13 @@ class LoaderHandle:
 
     def _call(self, method: str, *args: Any, group: str = "main") -> Pending[Any]:
         call = getattr(self._actor, method).options(concurrency_group=group)
-        return Pending(call.remote(*args), self.worker)
+        line = self.line if group == "main" else f"{self.worker} {group}"
+        return Pending(call.remote(*args), self.worker, line)
 
     def describe(self) -> Pending[Mapping[str, Any]]:
         return self._call("describe")
 
-    def ping(self) -> Pending[None]:
+    def ping(self) -> Pending[Mark]:
         return self._call("ping", group="control")
 
     def sample(self) -> Pending[Any]:
@@ -260,7 +271,7 @@ class CoordinatorHandle:
 
     def _call(self, group: str, method: str, *args: Any) -> Pending[Any]:
         call = getattr(self._actor, method).options(concurrency_group=group)
-        return Pending(call.remote(*args), "the coordinator")
+        return Pending(call.remote(*args), COORDINATOR, group)
 
     def run(self) -> Pending[Any]:
         return self._call("main", "run")
@@ -268,7 +279,7 @@ class CoordinatorHandle:
     def stop(self, reason: str) -> Pending[None]:
         return self._call("control", "stop", reason)
 
-    def ping(self) -> Pending[str]:
+    def ping(self) -> Pending[float]:
         return self._call("control", "ping")
 
     def kill(self) -> None:

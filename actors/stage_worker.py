@@ -13,6 +13,7 @@ import torch
 from elastic_trainer.actors.links import addresses, make_exchange, open_channels, own_ip
 from elastic_trainer.actors.planning import profile_facts
 from elastic_trainer.actors.pulse import ASKS_PER_LIMIT
+from elastic_trainer.actors.watch import Mark
 from elastic_trainer.checkpoint.layers import BackgroundSaver, read_layer
 from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.checkpoint.store import CheckpointStore
@@ -24,6 +25,7 @@ from elastic_trainer.errors import (
     FencedError,
 )
 from elastic_trainer.models.registry import load_model, ties
+from elastic_trainer.pipeline.failures import place, update_of
 from elastic_trainer.pipeline.feed import ChannelFeed
 from elastic_trainer.pipeline.profiler import device_class, profile_layers
 from elastic_trainer.pipeline.runtime import StageRuntime
@@ -46,6 +48,8 @@ class StageWorker:
         self._runtime: StageRuntime | None = None
         self._plan: Plan | None = None
         self._saver: BackgroundSaver | None = None
+        self._segment: Segment | None = None  # the one at hand
+        self._mark = Mark((0, 0), "its start")
 
     def describe(self) -> Mapping[str, Any]:
         """Where this worker is, how to reach it, and what the model looks like."""
@@ -64,14 +68,27 @@ class StageWorker:
             "batch_fields": [list(spec.batch_fields) for spec in self.model.layers],
         }
 
-    def ping(self) -> None:
-        """Answers whenever the process can, whatever else it does."""
+    def ping(self) -> Mark:
+        """How far the compute thread is; answers whenever the process can, whatever it does."""
+        mark, segment, runtime = self._mark, self._segment, self._runtime
+        if segment is None or runtime is None:
+            return mark
+        done, stage = runtime.progress, runtime.stage
+        where = f"{place(segment, stage, done)}, {update_of(segment, stage, done)}"
+        return Mark((mark.at[0], done), where)
 
     def profile(self, sample: Mapping[str, "np.ndarray[Any, Any]"]) -> Profile:
         """Measure every layer on one microbatch."""
         torch.set_num_threads(self.config.numerics.threads_per_stage)
         fields = {name: torch.from_numpy(array.copy()) for name, array in sample.items()}
-        return profile_layers(self.model, self.config, fields, self.device)
+        layers = iter(self.model.layers)
+        return profile_layers(
+            self.model,
+            self.config,
+            fields,
+            self.device,
+            advanced=lambda: self._at(f"the profile of layer {next(layers).name}"),
+        )
 
     def configure(
         self,
@@ -89,6 +106,7 @@ class StageWorker:
         Returns:
             The update whose state the stage holds.
         """
+        self._at("building its layers")
         mine = next(s for s in plan.stages if s.worker == self.worker)
         self._exchange = make_exchange(self._channels, self.device.type, peers)
         self._exchange.advance(plan.generation)
@@ -110,7 +128,14 @@ class StageWorker:
 
     def run_segment(self, segment: Segment) -> StageReport:
         """Run one segment to its commit point."""
-        return self._active().run(segment)
+        runtime = self._active()
+        runtime.progress = 0
+        self._at("a segment")
+        self._segment = segment
+        try:
+            return runtime.run(segment)
+        finally:
+            self._segment = None
 
     def save(self, update: int, root: str) -> Mapping[str, Any] | str:
         """Snapshot the state after `update` to host memory; a thread writes it to `root`.
@@ -159,9 +184,15 @@ class StageWorker:
     def _restore(self, runtime: StageRuntime, root: str, update: int) -> None:
         store = CheckpointStore(root)
         manifest = store.manifest(update)
-        states = {name: read_layer(store, manifest, name) for name in runtime.needed_layers()}
+        states = {}
+        for name in runtime.needed_layers():
+            self._at(f"restoring layer {name}")
+            states[name] = read_layer(store, manifest, name)
         runtime.load_states(states, update)
         runtime.load_scaler(manifest.extra.get("scaler"))
+
+    def _at(self, what: str) -> None:
+        self._mark = Mark((self._mark.at[0] + 1, 0), what)
 
     def _active(self) -> StageRuntime:
         if self._runtime is None:

@@ -16,6 +16,7 @@ from elastic_trainer.observability.display import Display, choose_display
 from elastic_trainer.observability.record import METRICS_FILE
 from elastic_trainer.observability.runs import is_run, read_plan, read_status
 from elastic_trainer.run.cluster import add_working_folder, connected, worker_environment
+from elastic_trainer.run.lifeline import Lifeline
 from elastic_trainer.run.prepare import Launch, Source, prepare
 from elastic_trainer.types import RunResult
 
@@ -79,6 +80,7 @@ def _run(launch: Launch, shown: Display) -> RunResult:
         env=worker_environment(launch.config),
     )
     running = coordinator.run()
+    lifeline = Lifeline(coordinator, launch.config)
     watcher = Watcher(launch, shown)
     asked = False
     with stop_requests() as requests:
@@ -92,6 +94,18 @@ def _run(launch: Launch, shown: Display) -> RunResult:
             if requests and not asked:
                 asked = True
                 _ask_to_stop(coordinator, shown, requests[0])
+            if (trouble := lifeline.check()) is not None:
+                coordinator.kill()
+                raise _not_responding(launch, trouble)
+
+
+def _not_responding(launch: Launch, trouble: str) -> ClusterError:
+    status = read_status(launch.run_dir) if is_run(launch.run_dir) else {}
+    process = f" (process {status['pid']})" if status.get("alive") else ""
+    return ClusterError(
+        f"the run's coordinator{process} {trouble}; was it stopped, or does its storage hang",
+        "Continue with `--resume auto`.",
+    )
 
 
 def _stopped_at_once(launch: Launch, shown: Display) -> RunResult:
