@@ -6,6 +6,7 @@ that follows a segment saves the state at that segment's commit point.
 
     STARTING ──all joined──▶ PLANNING ──planned──▶ RESTORING ──configured──▶ RUNNING
     RUNNING ──limit, stop or end of data──▶ FINISHING ──saved, evaluated──▶ FINISHED
+    before RUNNING ──stop──▶ FINISHED
     any ──worker lost, failure──▶ FAILED
 
 Membership is fixed: a lost worker fails the run, which `--resume auto` continues.
