@@ -146,9 +146,12 @@ class Saving:
             waiting.discard(worker)
             if problem is not None:
                 problems.append(problem)
-            if not waiting:
-                problem = problems[0] if problems else None
-                self._commit(update, files, extra, problem, saved, failed, warn)
+            if waiting:
+                return
+            if missing := sorted(set(plan.layers) - {file.name for file in files}):
+                problems.append(f"no worker has written {', '.join(missing)} of update {update}")
+            problem = problems[0] if problems else None
+            self._commit(update, files, extra, problem, saved, failed, warn)
 
         for worker, handle in stages.items():
             when(handle.save(update, self.root), partial(snapshot_taken, worker))

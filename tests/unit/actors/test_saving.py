@@ -53,7 +53,7 @@ class FakeStage:
 
     def __init__(
         self,
-        store: CheckpointStore,
+        store: CheckpointStore | None,
         index: int,
         first: list[SaveProgress] | None = None,
         refusal: str | None = None,
@@ -69,6 +69,7 @@ class FakeStage:
         return FakeCall(self.first.pop(0) if self.first else self._write(update))
 
     def _write(self, update: int) -> SaveProgress:
+        assert self.store is not None
         written = self.store.write_layer_file(update, self.index, f"layer{self.index}", [b"x"])
         return SaveProgress(files=(written,))
 
@@ -160,6 +161,14 @@ def test_writing_may_take_as_long_as_it_gets_on(tmp_path: Path) -> None:
     slow = good_stages(saving) | {"stage-1": FakeStage(store, 1, [BUSY] * 50)}
     told = save(saving, slow, 2)
     assert told.failed == [] and told.saved[0].update == 2
+    assert [layer.name for layer in store.manifest(2).layers] == ["layer0", "layer1"]
+
+
+def test_a_checkpoint_without_its_last_layer_is_none(tmp_path: Path) -> None:
+    saving = new_saving(tmp_path)
+    told = save(saving, good_stages(saving) | {"stage-1": FakeStage(None, 1, [SaveProgress()])}, 2)
+    assert told.failed == ["no worker has written layer1 of update 2"]
+    assert files(saving, 2) == []
 
 
 def test_a_busy_worker_is_a_failed_try(tmp_path: Path) -> None:
