@@ -223,6 +223,12 @@ class CoordinatorModel(RuleBasedStateMachine):
                 self.finished = instruction
             else:
                 self.queue.append(instruction)
+        if getattr(self, "data_ended", False):  # what is beyond is never sent, told or not
+            self.queue = deque(
+                i
+                for i in self.queue
+                if not isinstance(i, do.Evaluate | do.SaveCheckpoint) or i.update <= self.issued
+            )
 
     def cut_short(self, segment: do.RunSegment) -> None:
         """The loader answers that its data ends inside, or before, this segment."""
@@ -241,11 +247,6 @@ class CoordinatorModel(RuleBasedStateMachine):
         self.take(self.state.handle(event, self.now))
         if getattr(self, "data_ended", False):
             self.data_ended = False
-            self.queue = deque(
-                i
-                for i in self.queue
-                if not isinstance(i, do.Evaluate | do.SaveCheckpoint) or i.update <= self.issued
-            )
             self.take(self.state.handle(ev.DataEnded(generation=1, update=self.issued), self.now))
 
     @precondition(lambda self: getattr(self, "data_ended", False))
