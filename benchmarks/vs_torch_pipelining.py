@@ -26,6 +26,7 @@ def config(num_stages: int) -> dict[str, Any]:
                 "num_heads": 4,
                 "max_positions": LENGTH,
                 "tie_embeddings": False,
+                "gelu": "exact",
             },
         },
         "data": {"format": "synthetic", "sequence_length": LENGTH},
