@@ -23,6 +23,7 @@ from elastic_trainer.actors.planning import (
     segment_updates,
     store_profile,
 )
+from elastic_trainer.actors.priority import yield_to_compute
 from elastic_trainer.actors.recorder import Recorder
 from elastic_trainer.actors.saving import Saving
 from elastic_trainer.actors.vigil import Vigil
@@ -96,6 +97,7 @@ class Coordinator:
 
     def run(self) -> RunResult:
         """Train to the end. Never raises for a failure of the run: the summary says so."""
+        yield_to_compute()
         try:
             self.recorder.begin()
             self._execute(self.state.start())

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from elastic_trainer.actors.links import addresses, make_exchange, open_channels
+from elastic_trainer.actors.priority import yield_to_compute
 from elastic_trainer.actors.watch import Mark
 from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
@@ -39,6 +40,7 @@ class Loader:
 
     def __init__(self, worker: WorkerId, config: Config, private_dir: str) -> None:
         torch.set_num_threads(1)
+        yield_to_compute()
         self.worker = worker
         self.config = config
         self._channels = open_channels(worker, config, private_dir, torch.device("cpu"))

@@ -22,7 +22,7 @@ from elastic_trainer.types import LayerProfile, Plan, Profile, WorkerId
 from elastic_trainer.version import __version__
 
 SHIPPED_MODELS = "elastic_trainer.models.registry"
-SEGMENT_S = 1.0  # a synchronous segment lasts about this long
+SEGMENT_S = 2.0  # a synchronous segment lasts about this long
 MAX_SEGMENT_UPDATES = 64
 
 
@@ -137,7 +137,7 @@ def plan_for(
 
 
 def segment_updates(config: Config, plan: Plan) -> int:
-    """Updates per segment: what the pipe needs between drains, or about a second's worth."""
+    """Updates per segment: what the pipe needs between drains, or about two seconds' worth."""
     if is_asynchronous(plan.schedule):
         return commit_every(plan.num_stages, config.pipeline.commit_every)
     if config.pipeline.segment_updates:

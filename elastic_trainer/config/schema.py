@@ -128,7 +128,7 @@ class PipelineConfig:
         0, "Asynchronous only: updates between two drains; 0: so many that they cost under 2%."
     )
     segment_updates: int = _doc(
-        0, "Synchronous only: updates per segment; 0: about a second's worth."
+        0, "Synchronous only: updates per segment; 0: about two seconds' worth."
     )
 
 

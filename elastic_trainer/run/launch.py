@@ -21,7 +21,7 @@ from elastic_trainer.run.prepare import Launch, Source, prepare
 from elastic_trainer.types import RunResult
 
 INTERRUPTED = "interrupted twice"  # the reason of a run that was stopped at once
-POLL_S = 0.5  # how often the run folder is looked at: a driver must not cost a core
+POLL_S = 1.0  # how often the run folder is looked at: a driver must not cost a core
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

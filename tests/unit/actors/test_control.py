@@ -126,8 +126,8 @@ def test_a_schedule_is_validated_before_its_first_use(monkeypatch: pytest.Monkey
         Schedules(config(), plan(), []).train([4])
 
 
-def test_segments_last_about_a_second_and_asynchronous_ones_until_the_drain() -> None:
-    assert segment_updates(config(), plan(step_s=0.1)) == 10
+def test_segments_last_about_two_seconds_and_asynchronous_ones_until_the_drain() -> None:
+    assert segment_updates(config(), plan(step_s=0.1)) == 20
     assert segment_updates(config(), plan(step_s=30.0)) == 1
     assert segment_updates(config("pipeline.segment_updates=3"), plan()) == 3
     settings = config("pipeline.schedule=async_1f1b", "pipeline.commit_every=7")
