@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DATASET := datasets/stdlib-text
 ARGS ?=
+# Many tests wait for processes to start or to be found dead: two at a time fill two cores.
+JOBS ?= 2
 
 .PHONY: help setup train test check unit soak bench docs clean
 
@@ -34,7 +36,7 @@ check: $(STAMP)  ## Lint, types, import contracts, generated files
 	$(BIN)/lint-imports
 
 unit: $(STAMP)  ## Run the tests
-	$(BIN)/pytest -m "not soak" $(ARGS)
+	$(BIN)/pytest -m "not soak" -n $(JOBS) --dist loadfile $(ARGS)
 
 soak: $(STAMP)  ## Run the long tests
 	$(BIN)/pytest -m soak $(ARGS)
