@@ -29,6 +29,7 @@ def first_step_s(scratch: Path, dataset: Path, repeat: int) -> float:
             f"data.path={dataset}",
             "train.max_steps=1",
             "train.eval_batches=0",
+            "train.eval_steps=0",
             "--address",
             "local",
             "--run-dir",
