@@ -1,6 +1,6 @@
 """The coordinator: carries out what the elastic core decides, and reports facts back to it.
 
-A plain class; `handles.py` makes it a named actor. It holds no tensors and does not load torch.
+A plain class; `handles.py` makes it a named actor. It holds no tensors.
 """
 
 import os

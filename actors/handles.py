@@ -116,7 +116,7 @@ class StageHandle:
         bundle: int,
         env: Mapping[str, str],
     ) -> None:
-        # Imported here so that a coordinator does not load torch.
+        # Imported here: programs that only find or stop a run need no torch.
         from elastic_trainer.actors.stage_worker import StageWorker
 
         self.worker = worker

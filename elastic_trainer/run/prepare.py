@@ -21,7 +21,6 @@ from elastic_trainer.types import Cursor
 
 OptionalPath = TypeVar("OptionalPath", str, str | None)
 Source = str | Path | Mapping[str, Any] | Config | None
-TOKEN_MODELS = ("gpt", "hf")  # shipped models that must know the vocabulary
 FAST_DEV_RUN = (  # every part runs once, in seconds
     "train.max_steps=3",
     "train.eval_steps=2",
@@ -61,9 +60,9 @@ def resolve_config(
     config = load_config(source, [*overrides, *extra])
     data = describe(config)
     args = dict(config.model.args)
-    if config.model.target is None and config.model.name in TOKEN_MODELS:
-        if data.vocab_size is not None and config.model.name == "gpt":
-            args.setdefault("vocab_size", data.vocab_size)
+    is_gpt = config.model.target is None and config.model.name == "gpt"
+    if is_gpt and data.vocab_size is not None:
+        args.setdefault("vocab_size", data.vocab_size)
     return replace(
         config,
         model=replace(config.model, args=args),
