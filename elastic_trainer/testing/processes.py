@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_trainer.observability.runs import read_events, read_status, read_updates
 
 CLI = Path(sys.executable).parent / "elastic-trainer"
 LIMIT_S = 90.0  # for whatever must happen at all; far above what a quiet machine needs
 STEP_S = 0.02  # about one update of the tiny run
+ACTORS = re.compile(r"ray::(StageWorker|Loader|Coordinator)")
 
 
 def tiny_run(max_steps: int = 100_000, **sections: dict[str, Any]) -> dict[str, Any]:
@@ -186,3 +188,20 @@ def once_started(run_dir: Path, work: Callable[[], None], num_workers: int = 2) 
         work()
 
     return _in_background(body)
+
+
+class Cluster(Protocol):
+    """What the fixture `ray_cluster` gives."""
+
+    address: str
+    dashboard: str
+    folder: Path
+    token: Path
+    env: dict[str, str]
+
+
+def actors_on(folder: Path) -> list[str]:
+    """Actors of runs that are alive on the Ray cluster with this folder."""
+    mark = str(folder).encode()
+    commands = [line.decode(errors="replace") for _, line, env in processes() if mark in env]
+    return [line for line in commands if ACTORS.search(line)]

@@ -22,6 +22,8 @@ import pytest
 import ray
 from ray._private.authentication_test_utils import reset_auth_token_state
 
+from elastic_trainer.testing.processes import actors_on, wait_for
+
 NUM_CPUS = 8  # logical: more than a small machine has, so that four stages find room
 START_S = 90.0
 STOP_S = 30.0
@@ -159,3 +161,13 @@ def ray_address(ray_cluster: RayCluster) -> str:
 def cli_env(ray_cluster: RayCluster) -> dict[str, str]:
     """Environment of a subprocess that joins the cluster."""
     return dict(ray_cluster.env)
+
+
+@pytest.fixture
+def cluster(ray_cluster: RayCluster) -> Iterator[RayCluster]:
+    """The shared cluster; no actor of a run may be left on it."""
+    yield ray_cluster
+    wait_for(
+        lambda: not actors_on(ray_cluster.folder),
+        f"no actor is left: {actors_on(ray_cluster.folder)}",
+    )

@@ -9,7 +9,7 @@ import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -19,6 +19,7 @@ from elastic_trainer.observability.runs import read_events, read_status, read_up
 from elastic_trainer.testing.processes import (
     CLI,
     LIMIT_S,
+    Cluster,
     Terminal,
     config_file,
     has_updates,
@@ -31,32 +32,6 @@ from elastic_trainer.testing.processes import (
 )
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
-
-ACTORS = re.compile(r"ray::(StageWorker|Loader|Coordinator)")
-
-
-class Cluster(Protocol):
-    """What the fixture `ray_cluster` gives."""
-
-    address: str
-    dashboard: str
-    folder: Path
-    token: Path
-    env: dict[str, str]
-
-
-@pytest.fixture
-def cluster(ray_cluster: Cluster) -> Iterator[Cluster]:
-    """The shared cluster; no actor of a run may be left on it."""
-    yield ray_cluster
-    wait_for(lambda: not actors_on(ray_cluster), f"no actor is left: {actors_on(ray_cluster)}")
-
-
-def actors_on(ray_cluster: Cluster) -> list[str]:
-    """Actors of runs that are alive on the shared cluster."""
-    mark = str(ray_cluster.folder).encode()
-    commands = [line.decode(errors="replace") for _, line, env in processes() if mark in env]
-    return [line for line in commands if ACTORS.search(line)]
 
 
 @pytest.fixture
