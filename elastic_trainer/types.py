@@ -157,7 +157,8 @@ class UpdateReport:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageReport:
     """What one stage measured in one segment. `busy_s` maps a phase to seconds:
-    forward, backward, optimizer, send, recv, idle.
+    forward, backward, optimizer, send, recv, idle. `snapshot_s` is what the snapshot at its end
+    took of the compute thread; `snapshot_update` the newest update whose snapshot the buddy has.
     """
 
     stage: int
@@ -175,6 +176,8 @@ class StageReport:
     received_bytes: int
     eval_loss_sum: float = 0.0
     eval_num_valid: int = 0
+    snapshot_s: float = 0.0
+    snapshot_update: int = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

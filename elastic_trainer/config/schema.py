@@ -181,10 +181,35 @@ class MetricsConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ElasticConfig:
-    """Limits on waiting."""
+    """Limits on waiting, how membership may change, and what is kept for when it does."""
 
     stall_limit_s: float = _doc(
         60.0, "No wait inside the trainer is longer; every other deadline derives from it."
+    )
+    lease_limit_s: float = _doc(
+        3.0, "A worker that has not answered for so long is lost; at most `stall_limit_s`."
+    )
+    min_workers: int | None = _doc(
+        None,
+        "Fewest workers to train with; below, training waits. null: `cluster.num_workers`, which "
+        "is the most.",
+    )
+    num_spares: int = _doc(
+        0, "Started, idle workers beyond those that train, to take a lost one's place."
+    )
+    max_failures: int = _doc(
+        3, "Lost workers and other disturbances to survive in a row; -1: any number, 0: none."
+    )
+    max_preemptions: int = _doc(
+        -1, "Announced departures of nodes to survive in a row; -1: any number."
+    )
+    refill_updates: int = _doc(
+        100, "After so many committed updates without a new one, both budgets are full again."
+    )
+    snapshot_every: int = _doc(
+        0,
+        "Commit points between two snapshots in memory, kept by another worker too; 0: so many "
+        "that they cost under 2% of the time; -1: never.",
     )
 
 

@@ -1,8 +1,20 @@
 """Facts that reach the elastic core. The actors report them; the core never asks."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 
-from elastic_trainer.types import Plan, WorkerId
+from elastic_trainer.types import LayerName, Plan, WorkerId
+
+
+class Cause(StrEnum):
+    """Why a worker is gone. `PREEMPTED` was announced, and has a budget of its own."""
+
+    CRASHED = "crashed"  # its process died
+    LEASE_EXPIRED = "lease_expired"  # it stopped answering: node cut off, process stopped
+    WEDGED = "wedged"  # it answers, but its work stands still
+    PREEMPTED = "preempted"  # its node was announced to leave
+    SCALED_DOWN = "scaled_down"  # asked for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -15,22 +27,62 @@ class WorkerJoined(Event):
     """A worker has started, imported what it needs and answers."""
 
     worker: WorkerId
+    node: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerLost(Event):
-    """A worker died or stopped answering."""
+    """A worker died or stopped answering; `detail` is the user's message."""
 
     worker: WorkerId
-    cause: str
+    detail: str
+    cause: Cause = Cause.CRASHED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkersDraining(Event):
+    """These workers must be gone within `deadline_s` seconds; None: at the next commit point."""
+
+    workers: tuple[WorkerId, ...]
+    reason: str
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScaleRequested(Event):
+    """Somebody wants other limits on the number of workers."""
+
+    min_workers: int
+    max_workers: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderLost(Event):
+    """The loader is gone; another one is being started."""
+
+    detail: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned(Event):
-    """A plan for the present workers; `segment_updates` updates make about a segment."""
+    """A plan for the workers that were named; `segment_updates` updates make about a segment."""
 
     plan: Plan
     segment_updates: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StockTaken(Event):
+    """All workers have dropped `generation - 1` and say which states they hold.
+
+    `copies` maps a worker to an update to the layers whose state after it that worker holds whole:
+    live, in its own snapshots, or kept for a buddy. `nodes` maps it to its node.
+    """
+
+    generation: int
+    copies: Mapping[WorkerId, Mapping[int, tuple[LayerName, ...]]]
+    nodes: Mapping[WorkerId, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +110,14 @@ class SegmentDone(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Disturbed(Event):
+    """Work of this generation ended early though nobody is known to be lost: replay it."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationDone(Event):
     """The held-out loss of the state after `update` is known."""
 
@@ -67,10 +127,20 @@ class EvaluationDone(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failed(Event):
-    """Something that this membership cannot repair; `reason` is the user's message."""
+    """Something that no other membership would repair; `reason` is the user's message."""
 
     generation: int
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotStored(Event):
+    """Every layer's state after `update` stands at two places; taking it cost `cost_s` seconds."""
+
+    generation: int
+    update: int
+    cost_s: float
+    segment_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

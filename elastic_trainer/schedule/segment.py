@@ -89,7 +89,8 @@ class Segment:
     """What one generation's workers run between two commit points.
 
     Microbatches are numbered through the segment, 0 to `num_microbatches` - 1, in the order of the
-    batches; `locate` says to which batch each belongs.
+    batches; `locate` says to which batch each belongs. `snapshot`: at its end every stage keeps a
+    copy of its state, and sends one to its buddy.
     """
 
     generation: int
@@ -98,6 +99,7 @@ class Segment:
     batches: tuple[BatchInfo, ...]
     actions: ActionLists
     schedule: str
+    snapshot: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.actions, ActionTable):
@@ -134,5 +136,5 @@ class Segment:
         return position, microbatch - (self._stops[position] - self.groups[position])
 
     def __getstate__(self) -> dict[str, Any]:
-        fields = ("generation", "index", "kind", "batches", "actions", "schedule")
+        fields = ("generation", "index", "kind", "batches", "actions", "schedule", "snapshot")
         return {name: getattr(self, name) for name in fields}
