@@ -7,7 +7,7 @@ the handles know nothing of Ray.
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
@@ -23,6 +23,9 @@ from elastic_trainer.config import Config
 from elastic_trainer.errors import ElasticTrainerError, WorkerLostError
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.types import BatchInfo, Cursor, Plan, Profile, StageReport, WorkerId
+
+if TYPE_CHECKING:
+    from elastic_trainer.pipeline.hooks import RuntimeHooks
 
 T = TypeVar("T")
 Address = Mapping[str, Any]
@@ -162,6 +165,9 @@ class StageHandle:
 
     def abort(self, reason: str) -> Pending[None]:
         return self._call("control", "abort", reason)
+
+    def inject(self, name: str, hooks: "RuntimeHooks | None") -> Pending[None]:
+        return self._call("control", "inject", name, hooks)
 
     def close(self) -> Pending[None]:
         return self._call("control", "close")

@@ -27,6 +27,7 @@ from elastic_trainer.errors import (
 from elastic_trainer.models.registry import load_model, ties
 from elastic_trainer.pipeline.failures import place, update_of
 from elastic_trainer.pipeline.feed import ChannelFeed
+from elastic_trainer.pipeline.hooks import HookSet, RuntimeHooks
 from elastic_trainer.pipeline.profiler import device_class, profile_layers
 from elastic_trainer.pipeline.runtime import StageRuntime
 from elastic_trainer.schedule.segment import Segment
@@ -46,6 +47,7 @@ class StageWorker:
         self._channels = open_channels(worker, config, private_dir, self.device)
         self._exchange: Exchange | None = None
         self._runtime: StageRuntime | None = None
+        self._hooks = HookSet()
         self._plan: Plan | None = None
         self._saver: BackgroundSaver | None = None
         self._segment: Segment | None = None  # the one at hand
@@ -120,6 +122,7 @@ class StageWorker:
             workers=[s.worker for s in plan.stages],
             feed=ChannelFeed(self._exchange, loader, plan.generation),
             device=self.device,
+            hooks=self._hooks,
         )
         self._plan = plan
         if restore is not None:
@@ -167,6 +170,13 @@ class StageWorker:
         if progress.problem is None:
             return progress
         return replace(progress, problem=f"{self.worker}: {progress.problem}")
+
+    def inject(self, name: str, hooks: RuntimeHooks | None) -> None:
+        """Call `hooks` around the actions of the next segments; None: those of this name no more.
+
+        For faults on purpose, see `elastic_trainer.testing.faults`.
+        """
+        self._hooks.put(name, hooks)
 
     def abort(self, reason: str) -> None:
         """Wake whatever waits, with an error."""

@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from elastic_trainer.models.layers import ModelSpec
 from elastic_trainer.pipeline import reduce
 from elastic_trainer.pipeline.failures import explain, locked
 from elastic_trainer.pipeline.feed import Feed
+from elastic_trainer.pipeline.hooks import HookSet
 from elastic_trainer.pipeline.link import Link, with_gaps, without_gaps
 from elastic_trainer.pipeline.stage import Activation, Stage, is_finite
 from elastic_trainer.pipeline.tally import Tally
@@ -36,14 +36,6 @@ from elastic_trainer.types import Plan, StageReport, WorkerId
 # Vector kernels may round differently on memory that is not aligned as torch's own.
 _ALIGNMENT = 64
 _NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()
-
-
-@dataclass(frozen=True)
-class RuntimeHooks:
-    """Called around every action, on the compute thread: for tests and injected faults."""
-
-    before: Callable[[Action], None] | None = None
-    after: Callable[[Action], None] | None = None
 
 
 class StageRuntime:
@@ -68,7 +60,7 @@ class StageRuntime:
         workers: Sequence[WorkerId],
         feed: Feed,
         device: torch.device,
-        hooks: RuntimeHooks | None = None,
+        hooks: HookSet | None = None,
         compute_lock: "threading.Lock | None" = None,
     ) -> None:
         self.stage = stage
@@ -80,7 +72,7 @@ class StageRuntime:
         self._workers = list(workers)
         self._feed = feed
         self._device = device
-        self._hooks = hooks
+        self._hooks = hooks or HookSet()
         self._compute_lock = compute_lock
         self._stall_limit_s = config.elastic.stall_limit_s
         self._interruption: Exception | None = None
@@ -126,6 +118,7 @@ class StageRuntime:
             self._weights.begin()
         tally = Tally(segment, self.stage, self._link)
         try:
+            self._hooks.begin(self.stage, segment)
             self._perform(segment.actions[self.stage], tally)
         except Exception as error:
             told = explain(error, segment, self.stage, self._workers[self.stage], self.progress)
@@ -143,15 +136,14 @@ class StageRuntime:
             self.progress = index
             if self._interruption is not None:
                 raise self._interruption
-            if hooks is not None and hooks.before is not None:
-                hooks.before(action)
+            hooks.before(action)
             handler = handlers.get(action.kind)
             if handler is not None:
                 tally.start()
                 handler(action, tally)
+                hooks.pace(action, tally.spent_s)
                 tally.stop(action.kind)
-            if hooks is not None and hooks.after is not None:
-                hooks.after(action)
+            hooks.after(action)
         self.progress = len(actions)
 
     def _do_forward(self, action: Action, tally: Tally) -> None:
@@ -336,7 +328,8 @@ class StageRuntime:
     def _send(self, kind: str, j: int, stage: int, message: Message, tally: Tally) -> None:
         update, index = tally.where[j]
         tag = Tag(tally.segment.generation, kind, update, index)
-        self._link.send(self._workers[stage], tag, message)
+        if self._hooks.sends(self._workers[stage], tag):
+            self._link.send(self._workers[stage], tag, message)
 
     def _receive(self, kind: str, j: int, stage: int, tally: Tally) -> Message:
         update, index = tally.where[j]

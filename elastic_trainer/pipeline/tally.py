@@ -84,10 +84,13 @@ class Tally:
         self._started = _clock()
         self._waited_before = self._waited
 
+    def spent_s(self) -> float:
+        """What the action has taken so far, without its waits."""
+        return _clock() - self._started - (self._waited - self._waited_before)
+
     def stop(self, kind: Kind) -> None:
         """The action is over: what it did not wait counts for its phase."""
-        elapsed = _clock() - self._started
-        self._busy[_PHASE_OF[kind]] += elapsed - (self._waited - self._waited_before)
+        self._busy[_PHASE_OF[kind]] += self.spent_s()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

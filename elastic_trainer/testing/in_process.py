@@ -13,7 +13,8 @@ from elastic_trainer.errors import ElasticTrainerError, FencedError, StallError
 from elastic_trainer.models.layers import ModelSpec, ties
 from elastic_trainer.models.losses import count_valid
 from elastic_trainer.pipeline.feed import MemoryFeed
-from elastic_trainer.pipeline.runtime import RuntimeHooks, StageRuntime
+from elastic_trainer.pipeline.hooks import HookSet, RuntimeHooks
+from elastic_trainer.pipeline.runtime import StageRuntime
 from elastic_trainer.pipeline.weights import LayerState
 from elastic_trainer.schedule.build import build, forward_only, is_asynchronous
 from elastic_trainer.schedule.segment import Segment
@@ -125,6 +126,7 @@ class InProcessPipeline:
         for channel in self.channels:
             channel.advance(plan.generation)
         lock = threading.Lock() if exclusive else None
+        given = hooks or {}
         self.runtimes = [
             StageRuntime(
                 stage=stage.stage,
@@ -135,7 +137,7 @@ class InProcessPipeline:
                 workers=workers,
                 feed=MemoryFeed(train, evaluation),
                 device=torch.device("cpu"),
-                hooks=(hooks or {}).get(stage.stage),
+                hooks=HookSet(given.get(stage.stage)),
                 compute_lock=lock,
             )
             for stage, channel in zip(plan.stages, self.channels, strict=True)

@@ -9,7 +9,7 @@ from ray.exceptions import RayTaskError
 
 from elastic_trainer.actors.faults import one_line
 from elastic_trainer.config import Config
-from elastic_trainer.pipeline.runtime import RuntimeHooks
+from elastic_trainer.pipeline.hooks import RuntimeHooks
 from elastic_trainer.schedule.actions import Action, Kind
 from elastic_trainer.testing.in_process import InProcessPipeline, even_plan
 from elastic_trainer.testing.toys import tiny_gpt, token_batches

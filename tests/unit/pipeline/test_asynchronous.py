@@ -10,7 +10,7 @@ from torch import Tensor
 from elastic_trainer.config import Config
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.models.gpt import gpt
-from elastic_trainer.pipeline.runtime import RuntimeHooks
+from elastic_trainer.pipeline.hooks import RuntimeHooks
 from elastic_trainer.schedule.actions import Action, Kind
 from elastic_trainer.testing.in_process import InProcessPipeline, even_plan, with_settings
 from elastic_trainer.testing.oracle import DelayedOracle

@@ -17,7 +17,7 @@ from elastic_trainer.errors import (
     StallError,
 )
 from elastic_trainer.models.layers import LayerSpec, ModelSpec
-from elastic_trainer.pipeline.runtime import RuntimeHooks
+from elastic_trainer.pipeline.hooks import RuntimeHooks
 from elastic_trainer.schedule.actions import Action, Kind
 from elastic_trainer.testing.in_process import InProcessPipeline, even_plan, with_settings
 from elastic_trainer.testing.oracle import State

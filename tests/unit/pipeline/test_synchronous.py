@@ -11,7 +11,7 @@ from elastic_trainer.config import Config
 from elastic_trainer.models.gpt import gpt
 from elastic_trainer.models.layers import LayerSpec, ModelSpec
 from elastic_trainer.models.losses import squared_error
-from elastic_trainer.pipeline.runtime import RuntimeHooks
+from elastic_trainer.pipeline.hooks import RuntimeHooks
 from elastic_trainer.schedule.actions import Action, Kind
 from elastic_trainer.testing.in_process import InProcessPipeline, even_plan, with_settings
 from elastic_trainer.testing.oracle import State, SynchronousOracle
