@@ -22,7 +22,17 @@ from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.config import Config
 from elastic_trainer.errors import ElasticTrainerError, WorkerLostError
 from elastic_trainer.schedule.segment import Segment
-from elastic_trainer.types import BatchInfo, Cursor, Plan, Profile, StageReport, WorkerId
+from elastic_trainer.types import (
+    BatchInfo,
+    ConfigureReport,
+    Cursor,
+    LayerName,
+    Plan,
+    Profile,
+    Restore,
+    StageReport,
+    WorkerId,
+)
 
 if TYPE_CHECKING:
     from elastic_trainer.pipeline.hooks import RuntimeHooks
@@ -106,34 +116,58 @@ def _first_line(error: BaseException) -> str:
 
 
 class StageHandle:
-    """Remote face of a StageWorker. Calls of the compute group run one by one, in order."""
+    """Remote face of a StageWorker. Calls of the compute group run one by one, in order.
 
-    def __init__(
-        self,
+    The actor outlives the coordinator that started it, so that a restarted one finds it again; once
+    nobody calls it any more, it ends by itself.
+    """
+
+    def __init__(self, worker: WorkerId, actor: Any) -> None:
+        self.worker = worker
+        self.line = STAGES
+        self._actor = actor
+
+    @classmethod
+    def start(
+        cls,
         worker: WorkerId,
         config: Config,
         private_dir: str,
         *,
+        run_dir: str,
         resources: Mapping[str, float],
         group: PlacementGroup,
-        bundle: int,
         env: Mapping[str, str],
-    ) -> None:
+    ) -> "StageHandle":
+        """Start the worker in the one bundle of `group`; never waits."""
         # Imported here: programs that only find or stop a run need no torch.
         from elastic_trainer.actors.stage_worker import StageWorker
 
-        self.worker = worker
-        self.line = STAGES
-        options = _resource_options(resources)
-        actor = ray.remote(**_groups(compute=1, control=2))(StageWorker)
-        self._actor: Any = actor.options(
-            max_restarts=0,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=group, placement_group_bundle_index=bundle
-            ),
-            runtime_env={"env_vars": dict(env)},
-            **options,
-        ).remote(worker, config, private_dir)
+        actor = (
+            ray.remote(**_groups(compute=1, control=2, storage=1))(StageWorker)
+            .options(
+                name=worker_name(run_dir, worker),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    placement_group=group, placement_group_bundle_index=0
+                ),
+                runtime_env={"env_vars": dict(env)},
+                **_resource_options(resources),
+            )
+            .remote(worker, config, private_dir, actor_name(run_dir))
+        )
+        return cls(worker, actor)
+
+    @classmethod
+    def find(cls, run_dir: str, worker: WorkerId) -> "StageHandle":
+        """A living worker that an earlier coordinator of the run in this folder has started.
+
+        Raises:
+            ValueError: no such actor.
+        """
+        return cls(worker, ray.get_actor(worker_name(run_dir, worker), namespace=NAMESPACE))
 
     def _call(self, group: str, method: str, *args: Any) -> Pending[Any]:
         call = getattr(self._actor, method).options(concurrency_group=group)
@@ -143,28 +177,55 @@ class StageHandle:
     def describe(self) -> Pending[Mapping[str, Any]]:
         return self._call("control", "describe")
 
-    def ping(self) -> Pending[Mark]:
-        return self._call("control", "ping")
+    def ping(self, generation: int = 0, stored: int = -1) -> Pending[Mark]:
+        """Ask how far it is, and tell that every layer's state after `stored` stands at two places
+        in `generation`: older copies may go. Call it for idle workers, too.
+        """
+        return self._call("control", "ping", generation, stored)
 
     def profile(self, sample: Any) -> Pending[Profile]:
         return self._call("compute", "profile", sample)
 
+    def abort(self, generation: int, reason: str) -> Pending[None]:
+        """Wake whatever waits in `generation` or an older one; all its queued work ends at once."""
+        return self._call("control", "abort", generation, reason)
+
+    def take_stock(
+        self, generation: int, peers: Mapping[WorkerId, Address]
+    ) -> Pending[Mapping[int, Sequence[LayerName]]]:
+        """Enter `generation`, and say which layers it holds whole, by update.
+
+        Args:
+            peers: descriptions of all other living workers: any may ask it for state from now on.
+        """
+        return self._call("compute", "take_stock", generation, peers)
+
     def configure(
-        self, plan: Plan, peers: Mapping[WorkerId, Address], restore: tuple[str, int] | None
-    ) -> Pending[int]:
-        return self._call("compute", "configure", plan, peers, restore)
+        self,
+        plan: Plan,
+        peers: Mapping[WorkerId, Address],
+        restore: Restore,
+        buddy: WorkerId | None,
+    ) -> Pending[ConfigureReport]:
+        """Take over its stage of `plan`; without one there it becomes idle.
+
+        Call it for every living worker, idle ones as well: copies of abandoned updates go with it.
+
+        Args:
+            peers: descriptions of all other living workers and of the loader.
+            restore: `sources` for all layers of the plan.
+            buddy: who keeps copies of this worker's snapshots, if anybody.
+        """
+        return self._call("compute", "configure", plan, peers, restore, buddy)
 
     def run_segment(self, segment: Segment) -> Pending[StageReport]:
         return self._call("compute", "run_segment", segment)
 
-    def save(self, update: int, root: str) -> Pending[Mapping[str, Any] | str]:
-        return self._call("compute", "save", update, root)
+    def save(self, generation: int, update: int, root: str) -> Pending[Mapping[str, Any] | str]:
+        return self._call("compute", "save", generation, update, root)
 
     def saved(self, update: int) -> Pending[SaveProgress]:
-        return self._call("control", "saved", update)
-
-    def abort(self, reason: str) -> Pending[None]:
-        return self._call("control", "abort", reason)
+        return self._call("storage", "saved", update)
 
     def inject(self, name: str, hooks: "RuntimeHooks | None") -> Pending[None]:
         return self._call("control", "inject", name, hooks)
@@ -220,11 +281,17 @@ class LoaderHandle:
     ) -> Pending[None]:
         return self._call("configure", generation, peers, routes, cursor)
 
-    def prepare(self, first_update: int, num_updates: int) -> Pending[list[BatchInfo]]:
-        return self._call("prepare", first_update, num_updates)
+    def abort(self, generation: int, reason: str) -> Pending[None]:
+        """End what it does for `generation` or an older one at once."""
+        return self._call("abort", generation, reason, group="control")
 
-    def prepare_eval(self, first_key: int) -> Pending[list[BatchInfo]]:
-        return self._call("prepare_eval", first_key)
+    def prepare(
+        self, generation: int, first_update: int, num_updates: int
+    ) -> Pending[list[BatchInfo]]:
+        return self._call("prepare", generation, first_update, num_updates)
+
+    def prepare_eval(self, generation: int, first_key: int) -> Pending[list[BatchInfo]]:
+        return self._call("prepare_eval", generation, first_key)
 
     def close(self) -> Pending[None]:
         return self._call("close")
@@ -310,6 +377,11 @@ def actor_name(run_dir: str) -> str:
     """Name of the coordinator of the run in this folder: runs of one name may lie apart."""
     digest = hashlib.sha256(run_dir.encode()).hexdigest()[:12]
     return f"coordinator:{run_dir.rpartition('/')[2]}:{digest}"
+
+
+def worker_name(run_dir: str, worker: WorkerId) -> str:
+    """Actor name of a stage worker of the run in this folder."""
+    return f"{actor_name(run_dir)}:{worker}"
 
 
 def _groups(**threads: int) -> dict[str, Any]:

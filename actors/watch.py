@@ -15,10 +15,14 @@ K = TypeVar("K")
 
 
 class Mark(NamedTuple):
-    """How far a worker is: `at` changes with every piece of work, `place` says it in words."""
+    """How far a worker is: `at` changes with every piece of work, `place` says it in words.
+
+    `snapshot_update`: the newest update whose snapshot stands at two places, -1 if there is none.
+    """
 
     at: tuple[int, int]
     place: str
+    snapshot_update: int = -1
 
 
 class Watch(Generic[K]):

@@ -181,6 +181,35 @@ class StageReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Restore:
+    """Which state a worker is to take over with its layers, and whence.
+
+    `sources` names for each layer a worker (itself: it has the state in its own memory), or
+    `elastic.instructions.STORAGE` (below `root`) or `INITIAL`.
+    """
+
+    update: int
+    sources: Mapping[LayerName, str]
+    root: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConfigureReport:
+    """What it took one worker to hold its layers in the state after `update`.
+
+    Bytes by where they were: `own_bytes` in this worker's layers, `peer_bytes` in another one's,
+    `snapshot_bytes` in a copy in memory, its own or another worker's, `storage_bytes` on storage.
+    """
+
+    update: int
+    own_bytes: int = 0
+    peer_bytes: int = 0
+    snapshot_bytes: int = 0
+    storage_bytes: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointInfo:
     """A complete checkpoint on storage."""
 
