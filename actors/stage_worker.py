@@ -13,7 +13,7 @@ import torch
 from elastic_trainer.actors.links import addresses, make_exchange, open_channels, own_ip
 from elastic_trainer.actors.planning import profile_facts
 from elastic_trainer.actors.pulse import ASKS_PER_LIMIT
-from elastic_trainer.actors.watch import Mark
+from elastic_trainer.actors.watch import Mark, Standing
 from elastic_trainer.checkpoint.layers import BackgroundSaver, read_layer
 from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.checkpoint.store import CheckpointStore
@@ -77,7 +77,8 @@ class StageWorker:
             return mark
         done, stage = runtime.progress, runtime.stage
         where = f"{place(segment, stage, done)}, {update_of(segment, stage, done)}"
-        return Mark((mark.at[0], done), where)
+        standing = Standing(segment.index, done, runtime.waits_for)
+        return Mark((mark.at[0], done), where, standing=standing)
 
     def profile(self, sample: Mapping[str, "np.ndarray[Any, Any]"]) -> Profile:
         """Measure every layer on one microbatch."""

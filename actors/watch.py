@@ -14,15 +14,27 @@ from elastic_trainer.types import WorkerId
 K = TypeVar("K")
 
 
+class Standing(NamedTuple):
+    """Where a stage stands in a segment: the index of its action at hand, and for whose message it
+    waits (a stage, or `schedule.culprit.LOADER`), if it does.
+    """
+
+    segment: int
+    index: int
+    waits_for: int | None = None
+
+
 class Mark(NamedTuple):
     """How far a worker is: `at` changes with every piece of work, `place` says it in words.
 
     `snapshot_update`: the newest update whose snapshot stands at two places, -1 if there is none.
+    `standing`: None outside of segments.
     """
 
     at: tuple[int, int]
     place: str
     snapshot_update: int = -1
+    standing: Standing | None = None
 
 
 class Watch(Generic[K]):

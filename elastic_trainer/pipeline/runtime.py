@@ -9,7 +9,7 @@ than the stall limit.
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,6 +29,7 @@ from elastic_trainer.pipeline.tally import Tally
 from elastic_trainer.pipeline.weights import InUse, LayerState, StageWeights
 from elastic_trainer.schedule.actions import Action, Kind
 from elastic_trainer.schedule.build import delay, is_asynchronous
+from elastic_trainer.schedule.culprit import LOADER
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.transport.channel import Message, Tag
 from elastic_trainer.types import Plan, StageReport, WorkerId
@@ -66,6 +67,7 @@ class StageRuntime:
         self.stage = stage
         self.committed = 0
         self.progress = 0
+        self.waits_for: int | None = None  # whose message, until it has come; LOADER: a batch
         self._plan = plan
         self._config = config
         self._link = exchange
@@ -112,6 +114,7 @@ class StageRuntime:
         if self._device.type == "cpu":
             torch.set_num_threads(self._config.numerics.threads_per_stage)
         training = segment.kind == "train"
+        self.waits_for = None
         with self._computing():
             self._layers.set_training(training)
         if training:
@@ -156,7 +159,7 @@ class StageRuntime:
             activation = Activation(message.meta["tree"], message.tensors, message.meta["grad"])
         fields: Mapping[str, Tensor] = {}
         if self._layers.needs_fields:
-            with tally.waiting():
+            with self._waiting(LOADER, tally):
                 kind = tally.segment.kind
                 fields = self._feed.fetch(update, index, kind, self._stall_limit_s)
         use = self._weights.install_newest()
@@ -334,11 +337,19 @@ class StageRuntime:
     def _receive(self, kind: str, j: int, stage: int, tally: Tally) -> Message:
         update, index = tally.where[j]
         tag = Tag(tally.segment.generation, kind, update, index)
-        with tally.waiting():
+        with self._waiting(stage, tally):
             message = self._link.recv(self._workers[stage], tag, self._stall_limit_s)
         tensors = message.tensors
         message.tensors = [t if t.data_ptr() % _ALIGNMENT == 0 else t.clone() for t in tensors]
         return message
+
+    @contextlib.contextmanager
+    def _waiting(self, sender: int, tally: Tally) -> Iterator[None]:
+        """Say for whom the stage waits, and count the time; what never came stays said."""
+        self.waits_for = sender
+        with tally.waiting():
+            yield
+        self.waits_for = None
 
     def _loss_factor(self, j: int, tally: Tally) -> float:
         """What the loss, a sum, is multiplied with: one division per update, by its valid items."""
