@@ -33,6 +33,7 @@ from elastic_trainer.config.schema import (
     TransportConfig,
 )
 from elastic_trainer.config.validate import validate
+from elastic_trainer.config.workers import fewest_workers, fixed_stages, parse_workers
 
 __all__ = [
     "CHANNELS",
@@ -56,7 +57,10 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "TransportConfig",
+    "fewest_workers",
+    "fixed_stages",
     "load_config",
+    "parse_workers",
     "recipe_names",
     "to_mapping",
     "to_yaml",

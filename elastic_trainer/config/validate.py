@@ -13,7 +13,9 @@ from elastic_trainer.config.schema import (
     REDUCTIONS,
     SCHEDULES,
     Config,
+    ElasticConfig,
 )
+from elastic_trainer.config.workers import fewest_workers, fixed_stages
 from elastic_trainer.errors import ConfigError
 
 CHOICES: dict[str, tuple[str, ...]] = {
@@ -55,6 +57,13 @@ LIMITS: dict[str, tuple[float, float | None]] = {
     # A worker on a busy machine can miss a second without being lost.
     "cluster.start_timeout_s": (1, None),
     "elastic.stall_limit_s": (1, None),
+    "elastic.lease_limit_s": (0.5, None),
+    "elastic.min_workers": (1, None),
+    "elastic.num_spares": (0, None),
+    "elastic.max_failures": (-1, None),
+    "elastic.max_preemptions": (-1, None),
+    "elastic.refill_updates": (1, None),
+    "elastic.snapshot_every": (-1, None),
     "checkpoint.every_steps": (0, None),
     "checkpoint.num_to_keep": (1, None),
     "metrics.port": (0, 65535),
@@ -74,6 +83,7 @@ def validate(config: Config) -> None:
     _check_data(config)
     _check_train(config)
     _check_cluster(config)
+    _check_elastic(config)
 
 
 def _get(config: Config, path: str) -> Any:
@@ -189,3 +199,26 @@ def _check_cluster(config: Config) -> None:
     for name, amount in config.cluster.resources_per_worker.items():
         if amount < 0:
             raise ConfigError(f"`cluster.resources_per_worker.{name}` is {amount}, below 0")
+
+
+def _check_elastic(config: Config) -> None:
+    elastic, most = config.elastic, config.cluster.num_workers
+    fewest = fewest_workers(config)
+    if fewest > most:
+        raise ConfigError(
+            f"`elastic.min_workers` is {fewest} but `cluster.num_workers`, the most, is {most}",
+            "Lower the one or raise the other; --workers MIN:MAX sets both.",
+        )
+    if (fixed := fixed_stages(config)) is not None and fewest < fixed:
+        raise ConfigError(
+            f"`elastic.min_workers` is {fewest}, but `pipeline` asks for {fixed} stages",
+            "Leave pipeline.num_stages null and pipeline.cuts empty to train with fewer workers.",
+        )
+    # The shipped lease bends to a shorter stall limit; one that somebody chose does not.
+    chosen = elastic.lease_limit_s != ElasticConfig().lease_limit_s
+    if chosen and elastic.lease_limit_s > elastic.stall_limit_s:
+        raise ConfigError(
+            f"`elastic.lease_limit_s` is {elastic.lease_limit_s:g}, above `elastic.stall_limit_s` "
+            f"{elastic.stall_limit_s:g}",
+            "No wait is longer than the stall limit: lower the lease or raise that limit.",
+        )

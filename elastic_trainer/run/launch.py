@@ -28,7 +28,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 def fit(
     config: Source = None,
     *overrides: str,
-    workers: int | None = None,
+    workers: int | str | None = None,
     address: str | None = None,
     run_dir: str | Path | None = None,
     resume: str | None = None,
@@ -40,7 +40,8 @@ def fit(
     Args:
         config: a YAML file, the name of a shipped recipe, a mapping or a `Config`.
         overrides: `key=value` texts.
-        workers: stage workers; overrides `cluster.num_workers`.
+        workers: stage workers, a number or `MIN:MAX`; overrides `cluster.num_workers` and
+            `elastic.min_workers`.
         address: `local`, `auto` or HOST:PORT; overrides `cluster.address`.
         run_dir: folder of the run; derived from `run.storage_path` and `run.name` otherwise.
         resume: `auto`, an update, or the path of a checkpoint.

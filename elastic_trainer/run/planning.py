@@ -22,7 +22,7 @@ from elastic_trainer.types import Plan
 
 
 def plan_command(
-    source: Source, overrides: Sequence[str], workers: int | None = None
+    source: Source, overrides: Sequence[str], workers: int | str | None = None
 ) -> tuple[Config, Plan]:
     """Profile here (or take the cached profile) and plan, for workers like this machine.
 
@@ -57,7 +57,7 @@ def dry_run(
     source: Source,
     overrides: Sequence[str],
     *,
-    workers: int | None = None,
+    workers: int | str | None = None,
     address: str | None = None,
     run_dir: str | None = None,
     resume: str | None = None,

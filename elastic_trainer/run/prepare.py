@@ -10,7 +10,13 @@ from typing import Any, TypeVar
 from elastic_trainer.actors.saving import check_same_data, checkpoint_root
 from elastic_trainer.checkpoint.resume import ResumePoint, resolve_resume
 from elastic_trainer.checkpoint.store import CheckpointStore
-from elastic_trainer.config import Config, load_config, recipe_names
+from elastic_trainer.config import (
+    Config,
+    fewest_workers,
+    load_config,
+    parse_workers,
+    recipe_names,
+)
 from elastic_trainer.data.info import describe
 from elastic_trainer.errors import CheckpointError, ConfigError, PlanError, RunError
 from elastic_trainer.models.registry import load_model
@@ -47,12 +53,15 @@ def resolve_config(
     source: Source,
     overrides: Sequence[str],
     *,
-    workers: int | None = None,
+    workers: int | str | None = None,
     address: str | None = None,
     fast_dev_run: bool = False,
 ) -> Config:
     """The configuration with the command's options, and what the data decides, filled in."""
-    extra = [f"cluster.num_workers={workers}"] if workers is not None else []
+    extra = []
+    if workers is not None:
+        fewest, most = parse_workers(workers)
+        extra = [f"elastic.min_workers={fewest}", f"cluster.num_workers={most}"]
     if address is not None:
         extra.append(f"cluster.address={address}")
     if fast_dev_run:
@@ -87,7 +96,7 @@ def prepare(
     source: Source,
     overrides: Sequence[str],
     *,
-    workers: int | None = None,
+    workers: int | str | None = None,
     address: str | None = None,
     run_dir: str | Path | None = None,
     resume: str | None = None,
@@ -176,10 +185,10 @@ def _check_model(config: Config) -> None:
     is_hf = config.model.target is None and config.model.name == "hf"
     if is_hf or resolve_address(config.cluster.address) != "local":
         return
-    num_layers, num_workers = len(load_model(config).layers), config.cluster.num_workers
-    if num_workers > num_layers:
+    num_layers, fewest = len(load_model(config).layers), fewest_workers(config)
+    if fewest > num_layers:
         raise PlanError(
-            f"{num_workers} stages, but the model has only {num_layers} layers",
+            f"{fewest} stages, but the model has only {num_layers} layers",
             f"Use at most {num_layers} workers (cluster.num_workers).",
         )
 

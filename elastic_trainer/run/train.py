@@ -32,7 +32,7 @@ def train_command(
     config_path: str | None,
     overrides: Sequence[str],
     *,
-    workers: int | None = None,
+    workers: int | str | None = None,
     address: str | None = None,
     run_dir: str | None = None,
     resume: str | None = None,

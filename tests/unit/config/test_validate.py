@@ -2,7 +2,7 @@
 
 import pytest
 
-from elastic_trainer.config import load_config
+from elastic_trainer.config import load_config, parse_workers
 from elastic_trainer.config.tree import leaf_types
 from elastic_trainer.config.validate import CHOICES, LIMITS
 from elastic_trainer.errors import ConfigError
@@ -50,6 +50,9 @@ def test_limits(path: str) -> None:
         (["cluster.address=somewhere"], "local, auto or HOST:PORT"),
         (["cluster.address=ray://head:10001"], "HOST:PORT of the cluster's GCS"),
         (["cluster.resources_per_worker.GPU=-1"], "below 0"),
+        (["elastic.min_workers=3"], "`elastic.min_workers` is 3 but `cluster.num_workers`"),
+        (["elastic.min_workers=1", "pipeline.cuts=[2]"], "`pipeline` asks for 2 stages"),
+        (["elastic.lease_limit_s=9", "elastic.stall_limit_s=5"], "above `elastic.stall_limit_s` 5"),
     ],
 )
 def test_contradictions_are_refused_with_the_way_out(overrides: list[str], says: str) -> None:
@@ -72,3 +75,36 @@ def test_an_asynchronous_run_has_no_batch_to_divide() -> None:
 def test_addresses_that_are_right() -> None:
     for address in ("local", "auto", "10.0.0.1:6379"):
         assert load_config(None, [f"cluster.address={address}"]).cluster.address == address
+
+
+def test_the_shipped_lease_bends_to_a_short_stall_limit() -> None:
+    assert load_config(None, ["elastic.stall_limit_s=2"]).elastic.stall_limit_s == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "limits"), [("4", (4, 4)), (4, (4, 4)), ("2:8", (2, 8)), (" 3:3 ", (3, 3))]
+)
+def test_numbers_of_workers(text: str | int, limits: tuple[int, int]) -> None:
+    assert parse_workers(text) == limits
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0", "at least one worker"),
+        ("0:4", "at least one worker"),
+        ("8:2", "The fewest come first: 2:8"),
+        ("two", "MIN:MAX such as 2:8"),
+        ("2:", "MIN:MAX"),
+        (":2", "MIN:MAX"),
+        ("1:2:3", "MIN:MAX"),
+        ("-1", "MIN:MAX"),
+        ("2.5", "MIN:MAX"),
+        ("", "MIN:MAX"),
+        ("٣", "MIN:MAX"),
+    ],
+)
+def test_what_is_no_number_of_workers(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match="`--workers` is") as caught:
+        parse_workers(text)
+    assert says in str(caught.value)
