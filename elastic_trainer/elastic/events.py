@@ -73,6 +73,14 @@ class Planned(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NotPlanned(Event):
+    """There is no plan for the workers that were named, such as for lack of memory."""
+
+    generation: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StockTaken(Event):
     """All workers have dropped `generation - 1` and say which states they hold.
 

@@ -102,6 +102,11 @@ class Wait(Instruction):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Note(Instruction):
+    """Nothing is to be done; the reason is worth a line in the log."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Finish(Instruction):
     """The run is over: completed, stopped or failed."""
 

@@ -1,0 +1,141 @@
+"""How many workers there should be, whom to ask for and dismiss, and the budgets of losses."""
+
+from collections.abc import Collection
+
+from elastic_trainer.elastic import events as ev
+from elastic_trainer.elastic import instructions as do
+from elastic_trainer.elastic.goal import Goal
+from elastic_trainer.elastic.members import Members
+from elastic_trainer.elastic.policies import Budget
+from elastic_trainer.types import WorkerId
+
+SETTLE_S = 2.0  # so long after a join, more may follow and be taken in together
+INCIDENT_S = 5.0  # workers of one node that are lost within this time are lost by one cause
+SETTINGS = {
+    "failures": "elastic.max_failures",
+    "preemptions": "elastic.max_preemptions",
+    "idle": "elastic.max_failures",
+}
+
+
+class Staff:
+    """The workers of a run against what it wants. Budget `idle`: workers lost without a stage."""
+
+    def __init__(self, goal: Goal) -> None:
+        self.members = Members()
+        self._goal = goal
+        self._min, self._max = goal.min_workers, goal.max_workers
+        self._floor = goal.min_workers
+        self._asked: int | None = None
+        self._lost_one = False
+        self._incidents: dict[tuple[str, str], float] = {}  # (budget, node) -> its begin
+        self._budgets = {
+            name: Budget(
+                limit=goal.max_preemptions if name == "preemptions" else goal.max_failures,
+                refill_updates=goal.refill_updates,
+            )
+            for name in SETTINGS
+        }
+
+    @property
+    def most(self) -> int:
+        """The most workers that may hold a stage."""
+        return min(self._max, self._goal.max_layers)
+
+    @property
+    def least(self) -> int:
+        """The fewest that are asked for. Training may still stand on fewer, see `floor`."""
+        return min(self._min, self.most)
+
+    @property
+    def floor(self) -> int:
+        """The fewest to train with. A higher one counts from when so many are there."""
+        return min(self._floor, self.most)
+
+    @property
+    def wanted(self) -> int:
+        """How many to have, spares included."""
+        return self.most + self._goal.num_spares
+
+    @property
+    def counts(self) -> dict[str, int]:
+        return {name: budget.count for name, budget in self._budgets.items()}
+
+    def settled(self, now: float) -> bool:
+        """Whether to go ahead with who is there, or wait for more to join."""
+        return len(self.members.usable) >= self.most or now - self.members.joined_at >= SETTLE_S
+
+    def scale(self, event: ev.ScaleRequested, training: bool) -> None:
+        """Take other limits. More than are there do not stop what trains already."""
+        self._min, self._max = event.min_workers, event.max_workers
+        enough = len(self.members.usable) >= self._min
+        self._floor = self._min if enough or not training else min(self._floor, self._min)
+
+    def raise_floor(self) -> None:
+        """Once the new minimum is there, it holds."""
+        if len(self.members.usable) >= self.least:
+            self._floor = self._min
+
+    # Budgets.
+
+    def spend(self, budget: str, reached: int, now: float, node: str) -> str | None:
+        """Count a disturbance; returns words for the user if that was one too many.
+
+        Args:
+            budget: failures, preemptions or idle.
+            reached: highest update committed so far.
+            now: the time.
+            node: where; what one node loses at once counts once. Empty: unknown.
+        """
+        self._lost_one = True
+        incident = (budget, node)
+        spent = self._budgets[budget]
+        if not node or now - self._incidents.get(incident, float("-inf")) > INCIDENT_S:
+            self._incidents = {k: t for k, t in self._incidents.items() if now - t <= INCIDENT_S}
+            self._incidents[incident] = now
+            spent.spend(reached)
+        if not spent.exhausted:
+            return None
+        if not spent.limit:
+            return ""
+        return f"; number {spent.count} in a row, {SETTINGS[budget]} is {spent.limit}"
+
+    def refill(self, reached: int) -> None:
+        for budget in self._budgets.values():
+            budget.refill(reached)
+
+    # Asking and dismissing.
+
+    def ask(self, reason: str) -> list[do.Instruction]:
+        """Say how many workers to have, when that or the number of those that live has changed."""
+        number = self.wanted + len(self.members.leaving)
+        if self._budgets["idle"].exhausted:
+            number = min(number, len(self.members.nodes))
+            reason = "new workers were lost before they were of use: no more until training goes on"
+        if number == self._asked and not self._lost_one:
+            return []
+        self._asked, self._lost_one = number, False
+        return [do.StartWorkers(num_workers=number, reason=reason)]
+
+    def lost(self) -> None:
+        """A worker is gone: ask again."""
+        self._lost_one = True
+
+    def dismiss(self, keep: Collection[WorkerId]) -> list[do.Instruction]:
+        """Stop who leaves and who is too many, except those that are needed for now."""
+        out: list[do.Instruction] = []
+        leaving = {w: d.reason for w, d in self.members.leaving.items() if w not in keep}
+        for reason in dict.fromkeys(leaving.values()):
+            out.append(self._stop(tuple(w for w in leaving if leaving[w] == reason), reason))
+        usable = self.members.usable
+        idle = [w for w in usable if w not in keep]
+        surplus = idle[max(0, self.wanted - (len(usable) - len(idle))) :]
+        if surplus:
+            reason = f"no more than {self.wanted} workers are wanted"
+            out.append(self._stop(tuple(surplus), reason))
+        return out
+
+    def _stop(self, workers: tuple[WorkerId, ...], reason: str) -> do.StopWorkers:
+        for worker in workers:
+            self.members.remove(worker)
+        return do.StopWorkers(workers=workers, reason=reason)
