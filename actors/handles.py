@@ -352,6 +352,12 @@ class CoordinatorHandle:
     def stop(self, reason: str) -> Pending[None]:
         return self._call("control", "stop", reason)
 
+    def scale(self, min_workers: int, max_workers: int) -> Pending[Mapping[str, Any]]:
+        return self._call("control", "scale", min_workers, max_workers)
+
+    def drain(self, node: str, deadline_s: float | None) -> Pending[Mapping[str, Any]]:
+        return self._call("control", "drain", node, deadline_s)
+
     def ping(self) -> Pending[float]:
         return self._call("control", "ping")
 

@@ -6,7 +6,12 @@ from typing import Annotated, Any
 import typer
 
 from elastic_trainer.cli import render
-from elastic_trainer.cli.complete import complete_config, complete_override, complete_run
+from elastic_trainer.cli.complete import (
+    complete_config,
+    complete_node,
+    complete_override,
+    complete_run,
+)
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.version import __version__
 
@@ -47,8 +52,14 @@ StorageOption = Annotated[
     Path, typer.Option("--storage", metavar="DIR", help="Folder that holds the run folders.")
 ]
 WorkersOption = Annotated[
-    int | None,
-    typer.Option("--workers", "-w", metavar="N", min=1, help="Stage workers.", show_default=False),
+    str | None,
+    typer.Option(
+        "--workers",
+        "-w",
+        metavar="N|MIN:MAX",
+        help="Stage workers: so many, or between MIN and MAX as nodes come and go.",
+        show_default=False,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 CheckpointOption = Annotated[
@@ -219,6 +230,62 @@ def stop(run: RunArgument, storage: StorageOption = DEFAULT_STORAGE) -> None:
 
     found = stop_run(resolve_run(run, storage))
     typer.echo(f"{found['name']} stops after its next commit point (update {found['update']} now).")
+
+
+@app.command()
+def scale(
+    run: RunArgument,
+    workers: Annotated[
+        str,
+        typer.Option(
+            "--workers", "-w", metavar="N|MIN:MAX", help="So many, or between MIN and MAX."
+        ),
+    ],
+    storage: StorageOption = DEFAULT_STORAGE,
+) -> None:
+    """Let a run go on with other numbers of workers, from its next commit point."""
+    from elastic_trainer.observability.runs import resolve_run
+    from elastic_trainer.run import scale as scale_run
+
+    done = scale_run(resolve_run(run, storage), workers)
+    wanted = render.span_of_workers(done["min_workers"], done["max_workers"])
+    typer.echo(f"{done['name']} goes on with {wanted} ({done['num_workers']} now).")
+
+
+@app.command()
+def drain(
+    run: RunArgument,
+    node: Annotated[
+        str,
+        typer.Option(
+            metavar="IP",
+            help="Address of the node, or its name or id in Ray.",
+            autocompletion=complete_node,
+        ),
+    ],
+    deadline: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            min=0.0,
+            help="The node goes in so many seconds; without: whenever its layers have moved.",
+            show_default=False,
+        ),
+    ] = None,
+    storage: StorageOption = DEFAULT_STORAGE,
+) -> None:
+    """Move a run's layers off a node, which may then be taken away, and place nothing there."""
+    from elastic_trainer.observability.runs import resolve_run
+    from elastic_trainer.run import drain as drain_run
+
+    done = drain_run(resolve_run(run, storage), node, deadline)
+    leaving = ", ".join(done["workers"])
+    typer.echo(
+        f"{leaving} leave{'s' if len(done['workers']) == 1 else ''} node {done['node']} at the "
+        f"next commit point of {done['name']}."
+        if leaving
+        else f"{done['name']} has no worker on node {done['node']}, and will place none there."
+    )
 
 
 @app.command()

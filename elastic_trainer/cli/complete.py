@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import typer
+
 
 def complete_config(incomplete: str) -> list[str]:
     """Shipped recipes and YAML files."""
@@ -30,6 +32,21 @@ def complete_run(incomplete: str) -> list[str]:
 
     names = [path.name for path in reversed(run_dirs("runs"))]
     return _matching(incomplete, [LATEST, *names] if names else [])
+
+
+def complete_node(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Nodes on which the run that stands before on the line, else the latest, has workers."""
+    from elastic_trainer.errors import RunError
+    from elastic_trainer.observability.runs import LATEST, read_status, resolve_run
+
+    # While an option has no value yet, the arguments before it are not told apart.
+    run = ctx.params.get("run") or next(iter(ctx.args), LATEST)
+    try:
+        status = read_status(resolve_run(str(run)))
+    except RunError:
+        return []
+    workers = status.get("workers") or {}
+    return _matching(incomplete, sorted({facts["node"] for facts in workers.values()}))
 
 
 def _matching(incomplete: str, candidates: list[str]) -> list[str]:

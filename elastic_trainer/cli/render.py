@@ -133,6 +133,13 @@ def evaluation(measured: Mapping[str, Any], as_json: bool) -> None:
     typer.echo(f"{text} over {measured['tokens']} {unit}")
 
 
+def span_of_workers(fewest: int, most: int) -> str:
+    """How many workers, in words."""
+    if fewest != most:
+        return f"{fewest} to {most} workers"
+    return f"{most} worker{'' if most == 1 else 's'}"
+
+
 def format_bytes(value: float) -> str:
     """Bytes with a binary unit."""
     unit = "B"

@@ -1,12 +1,15 @@
-"""Looking at runs, and stopping them, from another process."""
+"""Looking at runs, and telling them what to do, from another process."""
 
+import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from elastic_trainer.actors.handles import CoordinatorHandle
-from elastic_trainer.errors import RunError
+from elastic_trainer.actors.handles import CoordinatorHandle, Pending
+from elastic_trainer.config import parse_workers
+from elastic_trainer.errors import ConfigError, RunError, WorkerLostError
 from elastic_trainer.observability.record import ENDED
 from elastic_trainer.observability.runs import (
     list_runs,
@@ -39,6 +42,51 @@ def stop(run: str | Path) -> dict[str, Any]:
         RunError: no such run, or it has ended.
         ClusterError: its cluster does not answer.
     """
+    return _told(run, lambda coordinator: coordinator.stop("stop requested"))
+
+
+def scale(run: str | Path, workers: str | int) -> dict[str, Any]:
+    """Let a run go on with another number of workers, from its next commit point.
+
+    Args:
+        run: folder of the run, its name or `latest`.
+        workers: a number, or `MIN:MAX`.
+
+    Returns:
+        The run's status at the time of asking, with `min_workers`, `max_workers` and `num_workers`,
+        those that it has.
+
+    Raises:
+        ConfigError: `workers` is malformed.
+        RunError: no such run, it has ended, or its stages are fixed.
+        ClusterError: the cluster cannot hold so many.
+    """
+    fewest, most = parse_workers(workers)
+    return _told(run, lambda coordinator: coordinator.scale(fewest, most))
+
+
+def drain(run: str | Path, node: str, deadline_s: float | None = None) -> dict[str, Any]:
+    """Move a run's layers off a node at the next commit point, and place none there any more.
+
+    Args:
+        run: folder of the run, its name or `latest`.
+        node: address of the node, or its name or id in Ray.
+        deadline_s: seconds until the node goes; None: whenever the layers have moved.
+
+    Returns:
+        The run's status at the time of asking, with `node` and `workers`, those that leave.
+
+    Raises:
+        RunError: no such run, or it has ended.
+        ClusterError: there is no such node.
+    """
+    if deadline_s is not None and not 0 <= deadline_s < math.inf:
+        raise ConfigError(f"`--deadline` is {deadline_s}", "Give seconds from now, 0 or more.")
+    return _told(run, lambda coordinator: coordinator.drain(node, deadline_s))
+
+
+def _told(run: str | Path, call: Callable[[CoordinatorHandle], Pending[Any]]) -> dict[str, Any]:
+    """Call a running run's coordinator; the run's status, with what it answers."""
     run_dir = resolve_run(run)
     found = read_status(run_dir)
     if found["state"] in ENDED or not found["alive"]:
@@ -48,12 +96,12 @@ def stop(run: str | Path) -> dict[str, Any]:
         raise RunError(f"{run_dir.name} is still starting", "Try again in a few seconds.")
     connect_for_control(address)
     try:
-        CoordinatorHandle.find(str(run_dir)).stop("stop requested").get(ANSWER_S)
-    except (ValueError, TimeoutError) as error:
+        answer = call(CoordinatorHandle.find(str(run_dir))).get(ANSWER_S)
+    except (ValueError, TimeoutError, WorkerLostError) as error:
         raise RunError(
             f"the coordinator of {run_dir.name} does not answer: {error}",
             "If it is wedged, end its process; `--resume auto` continues the run.",
         ) from error
     finally:
         ray.shutdown()
-    return found
+    return found | dict(answer or {})

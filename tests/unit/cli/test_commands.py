@@ -20,7 +20,9 @@ from elastic_trainer.errors import ClusterError, ConfigError, ScheduleError
 from elastic_trainer.observability.record import RunRecord
 from elastic_trainer.types import CheckpointInfo, Plan, Prediction, StagePlan
 
-COMMANDS = "train plan make-dataset status runs stop checkpoints export generate evaluate".split()
+COMMANDS = (
+    "train plan make-dataset status runs stop scale drain checkpoints export generate evaluate"
+).split()
 PLAN = Plan(
     generation=1,
     schedule="1f1b",
@@ -131,7 +133,7 @@ def test_train_passes_everything_on(fake: FakeRun, capsys: pytest.CaptureFixture
             "train_command",
             ("gpt", ["train.max_steps=3", "optim.name=sgd"]),
             {
-                "workers": 4,
+                "workers": "4",
                 "address": "auto",
                 "run_dir": "d",
                 "resume": "auto",
@@ -152,6 +154,8 @@ def test_calls_fit_the_real_functions(fake: FakeRun, storage: Path) -> None:
         "plan_command": (None, PLAN),
         "dry_run": (load_config(None), PLAN),
         "stop": {"name": "", "update": 0},
+        "scale": {"name": "", "min_workers": 1, "max_workers": 2, "num_workers": 1},
+        "drain": {"name": "", "node": "n", "workers": []},
     }
     fake.answers |= {"checkpoints": [], "export": "o", "generate": "", "evaluate": EVALUATED}
     for args in (
@@ -159,6 +163,8 @@ def test_calls_fit_the_real_functions(fake: FakeRun, storage: Path) -> None:
         ["train", "--dry-run"],
         ["plan"],
         ["stop", "first"],
+        ["scale", "first", "--workers", "1:2"],
+        ["drain", "first", "--node", "n", "--deadline", "30"],
         ["checkpoints", "first"],
         ["export", "first", "--to", "o"],
         ["generate", "first", "--prompt", "x"],
@@ -169,7 +175,7 @@ def test_calls_fit_the_real_functions(fake: FakeRun, storage: Path) -> None:
     real = importlib.import_module("elastic_trainer.run")
     for name, positional, keywords in fake.calls:
         inspect.signature(getattr(real, name)).bind(*positional, **keywords)
-    assert len(fake.calls) == 8
+    assert len(fake.calls) == 10
 
 
 EVALUATED = {"run": "first", "update": 1, "loss": 2.0, "perplexity": 7.389, "tokens": 640}
@@ -209,7 +215,11 @@ def test_errors_are_one_line_with_their_exit_code(
     assert "internal error: ZeroDivisionError: by zero (--debug shows where)" in text
     assert "No such command" in failure(capsys, ["trian"], 2)
     assert "No such option" in failure(capsys, ["train", "--wrokers", "2"], 2)
-    assert "--workers" in failure(capsys, ["train", "--workers", "0"], 2)
+    assert "--workers" in failure(capsys, ["scale", "first"], 2)
+    assert "--node" in failure(capsys, ["drain", "first"], 2)
+    assert "--deadline" in failure(capsys, ["drain", "first", "--node", "n", "--deadline", "-1"], 2)
+    assert "There is no run `nope`" in failure(capsys, ["scale", "nope", "--workers", "2"], 1)
+    assert "There is no run `nope`" in failure(capsys, ["drain", "nope", "--node", "n"], 1)
     assert "exclude each other" in failure(capsys, ["train", "--detach", "--dry-run"], 2)
     assert "Did you mean `first`" in failure(capsys, ["status", "frist"], 1)
     assert "There is no run `nope`" in failure(capsys, ["stop", "nope"], 1)
@@ -241,8 +251,8 @@ def test_plan_prints_stages_memory_and_reasons(
     fake: FakeRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.answers["plan_command"] = (None, PLAN)
-    text = output(capsys, ["plan", "gpt", "train.seed=1", "--workers", "2"])
-    assert fake.calls == [("plan_command", ("gpt", ["train.seed=1"], 2), {})]
+    text = output(capsys, ["plan", "gpt", "train.seed=1", "--workers", "2:4"])
+    assert fake.calls == [("plan_command", ("gpt", ["train.seed=1"], "2:4"), {})]
     for shown in ("250.0 ms a step", "11% idle", "embed … blocks.0 (2)", "2.0 MiB", "500 B"):
         assert shown in text
     assert PLAN.reasons[0] in text
@@ -278,6 +288,30 @@ def test_stop_and_checkpoints(
     assert "No complete checkpoint" in output(capsys, ["checkpoints", "first"])
 
 
+def test_scale(fake: FakeRun, storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limits = {"min_workers": 2, "max_workers": 8, "num_workers": 3}
+    fake.answers["scale"] = {"name": "first", "update": 7} | limits
+    text = output(capsys, ["scale", "first", "--workers", "2:8"])
+    assert text == "first goes on with 2 to 8 workers (3 now).\n"
+    assert fake.calls == [("scale", (storage / "first", "2:8"), {})]
+    fake.answers["scale"] = {"name": "first"} | dict.fromkeys(limits, 1)
+    assert "with 1 worker (1 now)" in output(capsys, ["scale", "latest", "-w", "1"])
+
+
+def test_drain(fake: FakeRun, storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = {"name": "first", "node": "10.0.0.7", "workers": ["stage-1", "stage-4"]}
+    fake.answers["drain"] = answer
+    text = output(capsys, ["drain", "first", "--node", "10.0.0.7", "--deadline", "30"])
+    assert text == "stage-1, stage-4 leave node 10.0.0.7 at the next commit point of first.\n"
+    assert fake.calls == [("drain", (storage / "first", "10.0.0.7", 30.0), {})]
+    fake.answers["drain"] = answer | {"workers": ["stage-1"]}
+    assert "stage-1 leaves node" in output(capsys, ["drain", "first", "--node", "10.0.0.7"])
+    assert fake.calls[-1][1][-1] is None
+    fake.answers["drain"] = answer | {"workers": []}
+    text = output(capsys, ["drain", "first", "--node", "10.0.0.7"])
+    assert text == "first has no worker on node 10.0.0.7, and will place none there.\n"
+
+
 def test_export_generate_evaluate(
     fake: FakeRun, storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +340,20 @@ def test_completion_offers_recipes_settings_and_runs(storage: Path) -> None:
         "optim.lr_schedule=cosine",
     ]
     assert complete_run("") == ["latest", "first"]
+
+
+def test_completion_of_nodes(storage: Path) -> None:
+    with RunRecord(storage / "first") as record:
+        places = {"stage-0": "10.0.0.8", "stage-1": "10.0.0.7", "stage-2": "10.0.0.7"}
+        record.write_status({"workers": {w: {"node": node} for w, node in places.items()}})
+    env = {"_ELASTIC_TRAINER_COMPLETE": "complete_bash", "COMP_CWORD": "4"}
+    for name in ("first", "latest"):
+        words = {"COMP_WORDS": f"elastic-trainer drain {name} --node "}
+        result = CliRunner().invoke(app, env=env | words, prog_name="elastic-trainer")
+        assert result.output.split() == ["10.0.0.7", "10.0.0.8"]
+    words = {"COMP_WORDS": "elastic-trainer drain nope --node "}
+    result = CliRunner().invoke(app, env=env | words, prog_name="elastic-trainer")
+    assert result.output.split() == []
 
 
 def test_completion_through_the_shell_protocol() -> None:

@@ -129,6 +129,17 @@ def test_more_stages_than_layers() -> None:
     refused(PlanError, ["4 stages", "only 3 layers", "at most 3"], SYNTHETIC, workers=4)
 
 
+@pytest.mark.parametrize("workers", [0, "0", "3:2", "many", "2:"])
+def test_numbers_of_workers(workers: int | str) -> None:
+    refused(ConfigError, [f"`--workers` is {workers!r}"], SYNTHETIC, workers=workers)
+
+
+def test_a_range_of_workers() -> None:
+    made = prepare(SYNTHETIC, [], workers="2:8")
+    assert (made.config.elastic.min_workers, made.config.cluster.num_workers) == (2, 8)
+    refused(PlanError, ["4 stages", "only 3 layers"], SYNTHETIC, workers="4:8")
+
+
 def test_layers_are_counted_by_the_workers_on_a_cluster() -> None:
     prepare(SYNTHETIC, [], workers=4, address="10.0.0.1:6379")
 
