@@ -13,7 +13,7 @@ from typing import Any
 
 from elastic_trainer.actors.dispatch import Dispatch, Order
 from elastic_trainer.actors.faults import full_name, one_line
-from elastic_trainer.actors.handles import Pending, wait_any
+from elastic_trainer.actors.pending import Pending, wait_any
 from elastic_trainer.actors.planning import (
     Schedules,
     load_profile,

@@ -1,26 +1,23 @@
 """Typed handles of the actors: the only module that writes `.remote`.
 
-A call returns a `Pending`; `wait_any` blocks until some of them are ready. The plain classes behind
-the handles know nothing of Ray.
+The plain classes behind the handles know nothing of Ray.
 """
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
     PlacementGroupSchedulingStrategy,
 )
 
+from elastic_trainer.actors.pending import Pending
 from elastic_trainer.actors.watch import Mark
 from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.config import Config
-from elastic_trainer.errors import ElasticTrainerError, WorkerLostError
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.types import (
     BatchInfo,
@@ -37,82 +34,10 @@ from elastic_trainer.types import (
 if TYPE_CHECKING:
     from elastic_trainer.pipeline.hooks import RuntimeHooks
 
-T = TypeVar("T")
 Address = Mapping[str, Any]
 NAMESPACE = "elastic-trainer"
 COORDINATOR = "the coordinator"
 STAGES = "stages"  # the line of work of all stages: they wait for each other
-
-
-class Pending(Generic[T]):
-    """The result of a remote call that may not be there yet.
-
-    `line` names the calls that wait for each other; see `watch.py`.
-    """
-
-    def __init__(self, ref: Any, worker: WorkerId, line: str) -> None:
-        self.ref = ref
-        self.worker = worker
-        self.line = line
-
-    def get(self, timeout_s: float) -> T:
-        """The result.
-
-        Raises:
-            WorkerLostError: the actor is dead or unreachable.
-            ElasticTrainerError: what the call raised, if it was one of ours.
-            TimeoutError: no answer within `timeout_s` seconds.
-        """
-        try:
-            value: T = ray.get(self.ref, timeout=timeout_s)
-            return value
-        except ray.exceptions.GetTimeoutError as error:
-            raise TimeoutError(f"{self.worker} did not answer in {timeout_s:.0f} s") from error
-        except (ActorDiedError, ActorUnavailableError, RayActorError) as error:
-            raise _actor_error(self.worker, error) from error
-        except RayTaskError as error:
-            if isinstance(error.cause, ElasticTrainerError):
-                raise error.cause from None
-            raise
-
-
-def wait_any(pending: Sequence[Pending[Any]], timeout_s: float) -> list[Pending[Any]]:
-    """Those that are ready, after `timeout_s` seconds at most."""
-    if not pending:
-        return []
-    by_ref = {p.ref: p for p in pending}
-    ready, _ = ray.wait(list(by_ref), num_returns=1, timeout=timeout_s, fetch_local=True)
-    if ready:  # take along what came at the same time
-        ready, _ = ray.wait(list(by_ref), num_returns=len(by_ref), timeout=0)
-    return [by_ref[ref] for ref in ready]
-
-
-def _actor_error(worker: WorkerId, error: RayActorError) -> ElasticTrainerError:
-    """What a dead actor's constructor raised, if it was one of ours; else that it is lost."""
-    cause = getattr(error.args[0], "cause", None) if error.args else None
-    if isinstance(cause, ElasticTrainerError):
-        return cause
-    if isinstance(cause, Exception):
-        said = next((line for line in str(cause).splitlines() if line.strip()), "no message")
-        return WorkerLostError(f"{worker} could not start: {type(cause).__name__}: {said}")
-    return WorkerLostError(f"{worker} is gone: {_why(error)}")
-
-
-def _why(error: RayActorError) -> str:
-    """What Ray knows of an actor's end, in a few words."""
-    text = str(error)
-    if "unexpectedly exits with a connection error" in text:
-        pid = re.search(r"^\s*pid: (\d+)", text, re.MULTILINE)
-        return (
-            f"its process{f' {pid[1]}' if pid else ''} was killed (SIGKILL, as when memory runs "
-            "out) or crashed (SIGSEGV)"
-        )
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return next((line for line in lines if "exit" in line or "killed" in line.lower()), lines[0])
 
 
 class StageHandle:
@@ -313,10 +238,12 @@ class CoordinatorHandle:
         config: Config,
         run_dir: str,
         start: Mapping[str, Any],
-        detached: bool,
         env: Mapping[str, str],
     ) -> "CoordinatorHandle":
-        """Start the coordinator on this node, so that it shares the driver's files."""
+        """Start the coordinator on this node, so that it shares the driver's files.
+
+        If its process dies, Ray starts another one, in which the calls under way run again.
+        """
         from elastic_trainer.actors.coordinator import Coordinator
 
         actor = (
@@ -324,8 +251,9 @@ class CoordinatorHandle:
             .options(
                 name=actor_name(run_dir),
                 namespace=NAMESPACE,
-                lifetime="detached" if detached else None,
                 num_cpus=0,
+                max_restarts=-1,
+                max_task_retries=-1,
                 scheduling_strategy=_this_node(),
                 runtime_env={"env_vars": dict(env)},
             )
@@ -363,20 +291,6 @@ class CoordinatorHandle:
 
     def kill(self) -> None:
         ray.kill(self._actor, no_restart=True)
-
-
-class Room:
-    """A placement group with one bundle per worker."""
-
-    def __init__(self, bundles: Sequence[Mapping[str, float]]) -> None:
-        self.group = placement_group([dict(b) for b in bundles], strategy="PACK")
-
-    def ready(self, timeout_s: float) -> bool:
-        """Whether the room is ours, after `timeout_s` seconds at most."""
-        return bool(self.group.wait(timeout_s))
-
-    def release(self) -> None:
-        remove_placement_group(self.group)
 
 
 def actor_name(run_dir: str) -> str:

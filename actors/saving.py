@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.actors.background import Background
-from elastic_trainer.actors.handles import Pending, StageHandle
+from elastic_trainer.actors.handles import StageHandle
+from elastic_trainer.actors.pending import Pending
 from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.checkpoint.storage import REMOTE_TIMEOUT_S
 from elastic_trainer.checkpoint.store import CheckpointStore, LayerFile, Manifest

@@ -7,7 +7,8 @@ from typing import Any
 
 import ray
 
-from elastic_trainer.actors.handles import CoordinatorHandle, Pending
+from elastic_trainer.actors.handles import CoordinatorHandle
+from elastic_trainer.actors.pending import Pending
 from elastic_trainer.config import parse_workers
 from elastic_trainer.errors import ConfigError, RunError, WorkerLostError
 from elastic_trainer.observability.record import ENDED

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from elastic_trainer.actors.handles import CoordinatorHandle, Pending
+from elastic_trainer.actors.handles import CoordinatorHandle
+from elastic_trainer.actors.pending import Pending
 from elastic_trainer.errors import ClusterError, WorkerLostError
 from elastic_trainer.observability.display import Display, choose_display
 from elastic_trainer.observability.record import METRICS_FILE
@@ -77,7 +78,6 @@ def _run(launch: Launch, shown: Display) -> RunResult:
         launch.config,
         str(launch.run_dir),
         start,
-        detached=False,
         env=worker_environment(launch.config),
     )
     running = coordinator.run()

@@ -4,7 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from elastic_trainer.actors.handles import COORDINATOR, Pending
+from elastic_trainer.actors.handles import COORDINATOR
+from elastic_trainer.actors.pending import Pending
 from elastic_trainer.actors.pulse import Pulse
 from elastic_trainer.config import Config
 from elastic_trainer.errors import WorkerLostError
