@@ -33,6 +33,11 @@ class Pulse:
         self._asked.pop(worker, None)
         self._next[worker] = now + self._limit_s / ASKS_PER_LIMIT
 
+    def forget(self, worker: WorkerId) -> None:
+        """The worker is gone, or dismissed: neither ask it nor wait for it."""
+        self._asked.pop(worker, None)
+        self._next.pop(worker, None)
+
     def due(self, now: float) -> list[WorkerId]:
         """Whom to ask now: those who have answered before, and some time ago."""
         return [w for w, at in self._next.items() if now >= at and w not in self._asked]

@@ -82,6 +82,23 @@ class Vigil:
             "answer, does a layer hang? elastic.stall_limit_s sets the limit"
         )
 
+    def overdue(self) -> dict[Call, float]:
+        """Calls whose work stands still beyond its limit, and for how many seconds it does."""
+        return self._watch.overdue(self._clock())
+
+    def latest(self, worker: WorkerId) -> Mark | None:
+        """How far a worker was when it last said so."""
+        return self._watch.latest(worker)
+
+    def dropped(self, call: Call) -> None:
+        """Nobody waits for this call any more."""
+        self._watch.drop(call)
+
+    def forget(self, worker: WorkerId) -> None:
+        """A worker is gone, or dismissed."""
+        self._pulse.forget(worker)
+        self._watch.forget(worker)
+
     def clear(self) -> None:
         """Nobody waits for any call any more."""
         self._watch.clear()

@@ -57,6 +57,18 @@ class Watch(Generic[K]):
         if (known := self._calls.pop(call, None)) is not None:
             self._moved[known[0]] = now
 
+    def drop(self, call: K) -> None:
+        """Nobody waits for the call any more."""
+        self._calls.pop(call, None)
+
+    def forget(self, worker: WorkerId) -> None:
+        """The worker is gone."""
+        self._marks.pop(worker, None)
+
+    def latest(self, worker: WorkerId) -> Mark | None:
+        """What the worker said last."""
+        return self._marks.get(worker)
+
     def mark(self, worker: WorkerId, line: str, mark: Mark, now: float) -> None:
         """A worker of the line says how far it is."""
         before = self._marks.get(worker)
