@@ -13,11 +13,12 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from elastic_trainer.errors import ElasticTrainerError, ModelError
 
@@ -176,6 +177,37 @@ def seeded(key: int) -> Iterator[None]:
             torch.set_rng_state(state)
 
 
+class _Undrawn(TorchFunctionMode):
+    """Leaves parameters as they are where they should be filled with random numbers."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ("normal_", "uniform_") and args and isinstance(args[0], nn.Parameter):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def build_blank(spec: LayerSpec, seed: int, device: torch.device | str = "cpu") -> nn.Module:
+    """One layer whose whole state will be replaced: its parameters may hold anything.
+
+    What is no part of its state, such as buffers that are not saved, is as `build_layer` makes it.
+    """
+
+    def build() -> nn.Module:
+        before = torch.get_rng_state()
+        with _Undrawn():
+            module = spec.build()
+        if torch.equal(torch.get_rng_state(), before):
+            return module
+        # Something else was drawn, and would have been drawn otherwise after the parameters.
+        torch.set_rng_state(before)
+        return spec.build()
+
+    return build_layer(replace(spec, build=build), seed, device)
+
+
 def build_layer(spec: LayerSpec, seed: int, device: torch.device | str = "cpu") -> nn.Module:
     """One layer with initial weights that depend on (seed, layer name) only.
 
@@ -198,24 +230,33 @@ def build_layer(spec: LayerSpec, seed: int, device: torch.device | str = "cpu") 
 
 
 def build_layers(
-    model: ModelSpec, first: int, stop: int, seed: int, device: torch.device | str = "cpu"
+    model: ModelSpec,
+    first: int,
+    stop: int,
+    seed: int,
+    device: torch.device | str = "cpu",
+    given: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, nn.Module]:
     """Layers `first` up to, not including, `stop`, each tied parameter equal to its owner's.
 
     Every layer has its own Parameters, also where owner and follower are both in the range. An
-    owner outside of it is built too and dropped: that needs no other worker.
+    owner outside of it is built too and dropped: that needs no other worker. Layers that are
+    `given` are left as they are.
     """
-    built = {s.name: build_layer(s, seed, device) for s in model.layers[first:stop]}
+    given = given or {}
+    wanted = model.layers[first:stop]
+    fresh = [spec for spec in wanted if spec.name not in given]
+    built = {spec.name: build_layer(spec, seed, device) for spec in fresh}
     outside: dict[str, nn.Module] = {}
     for tie in ties(model):
-        if not first <= tie.follower < stop:
-            continue
         owner, follower = model.layers[tie.owner], model.layers[tie.follower]
+        if follower.name not in built:
+            continue
         if owner.name not in built and owner.name not in outside:
             outside[owner.name] = build_layer(owner, seed, device)
         source = built[owner.name] if owner.name in built else outside[owner.name]
         _copy_tied(owner.name, source, tie.owner_param, follower.name, built, tie.follower_param)
-    return built
+    return {spec.name: given.get(spec.name) or built[spec.name] for spec in wanted}
 
 
 def _copy_tied(

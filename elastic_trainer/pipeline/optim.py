@@ -90,9 +90,13 @@ def export_state(optimizer: torch.optim.Optimizer, param: nn.Parameter) -> dict[
 
 
 def import_state(
-    optimizer: torch.optim.Optimizer, param: nn.Parameter, state: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer,
+    param: nn.Parameter,
+    state: Mapping[str, Tensor],
+    *,
+    copy: bool = True,
 ) -> None:
-    """Replace the optimizer's tensors of one parameter by copies of `state`."""
+    """Replace the optimizer's tensors of one parameter by `state`, or by a copy of it."""
     optimizer.state.pop(param, None)
     if not state:
         return
@@ -101,7 +105,7 @@ def import_state(
     for key, value in state.items():
         on_host = key in _SCALAR_STATE and not fused
         device = torch.device("cpu") if on_host else param.device
-        own[key] = value.detach().to(device, copy=True)
+        own[key] = value.detach().to(device, copy=copy)
     optimizer.state[param] = own
 
 

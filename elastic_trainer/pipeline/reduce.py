@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from elastic_trainer.errors import NonFiniteError, TransportError
+from elastic_trainer.config import Config
+from elastic_trainer.errors import ConfigError, NonFiniteError, TransportError
 from elastic_trainer.transport.channel import Message
 
 _CLIP_EPS = 1e-6
@@ -143,3 +144,15 @@ class LossScaler:
     def load(self, state: Mapping[str, Any]) -> None:
         self.scale = float(state["scale"])
         self.num_good = int(state["num_good"])
+
+
+def make_scaler(config: Config, is_async: bool) -> LossScaler | None:
+    """The scaler that the precision needs, if any."""
+    if config.train.precision != "fp16":
+        return None
+    if is_async:
+        raise ConfigError(
+            "train.precision fp16 needs a synchronous schedule: all stages skip an update together",
+            "Set train.precision=bf16, or pipeline.schedule=1f1b",
+        )
+    return LossScaler()

@@ -9,15 +9,14 @@ than the stall limit.
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from elastic_trainer.config import Config
-from elastic_trainer.errors import ConfigError
 from elastic_trainer.models.layers import ModelSpec
 from elastic_trainer.pipeline import reduce
 from elastic_trainer.pipeline.failures import explain, locked
@@ -46,6 +45,8 @@ class StageRuntime:
         stage: index of the stage in `plan`.
         exchange: reaches all other stages by the names in `workers` (one per stage).
         feed: where inputs, labels and other fields come from.
+        layers: modules by layer name that exist already; their state is not touched. All others are
+            built with initial weights.
         compute_lock: held while layers run; needed where several stages share one process, and with
             it torch's random number generator.
     """
@@ -62,10 +63,12 @@ class StageRuntime:
         feed: Feed,
         device: torch.device,
         hooks: HookSet | None = None,
+        layers: Mapping[str, nn.Module] | None = None,
         compute_lock: "threading.Lock | None" = None,
     ) -> None:
         self.stage = stage
         self.committed = 0
+        self.at_commit_point = True
         self.progress = 0
         self.waits_for: int | None = None  # whose message, until it has come; LOADER: a batch
         self._plan = plan
@@ -82,11 +85,11 @@ class StageRuntime:
         self._is_async = is_asynchronous(plan.schedule)
         self._delay = delay(stage, self._num_stages) if self._is_async else 0
         self._max_norm = config.train.max_grad_norm
-        self._scaler = self._make_scaler()
+        self._scaler = reduce.make_scaler(config, self._is_async)
         self._needs_agreement = self._max_norm > 0 or self._scaler is not None
         with self._computing():
             stage_plan = plan.stages[stage]
-            self._layers = Stage(stage_plan, self._num_stages, model, config, device)
+            self._layers = Stage(stage_plan, self._num_stages, model, config, device, layers)
             self._weights = StageWeights(
                 self._layers.layers, model, plan, config, stage, self._delay
             )
@@ -118,6 +121,7 @@ class StageRuntime:
         with self._computing():
             self._layers.set_training(training)
         if training:
+            self.at_commit_point = False
             self._weights.begin()
         tally = Tally(segment, self.stage, self._link)
         try:
@@ -131,6 +135,7 @@ class StageRuntime:
         if training:
             assert self._weights.ring.newest == len(segment.batches), "a segment ends drained"
             self.committed = segment.last_update
+            self.at_commit_point = True
         return tally.report(self._workers[self.stage], self._weights.ring.copies)
 
     def _perform(self, actions: Sequence[Action], tally: Tally) -> None:
@@ -318,10 +323,24 @@ class StageRuntime:
         """Gradients of the update at hand, between REDUCE and OPT, as layer/parameter."""
         return self._weights.named_gradients()
 
-    def load_states(self, states: Mapping[str, Mapping[str, Tensor]], update: int) -> None:
-        """Take over copies of `states`, the state after `update`."""
-        self._weights.load(states)
+    def load_states(
+        self,
+        states: Mapping[str, Mapping[str, Tensor]],
+        update: int,
+        lent: Collection[str] = (),
+    ) -> None:
+        """Take over `states`, the state after `update`: copies, but of `lent` layers themselves."""
+        self._weights.load(states, lent)
         self.committed = update
+        self.at_commit_point = True
+
+    def release_modules(self) -> Mapping[str, nn.Module]:
+        """This stage's layers, with the newest weights, for the runtime that takes its place."""
+        self._weights.install_newest()
+        for module in self._layers.layers.values():
+            for parameter in module.parameters():
+                parameter.grad = None
+        return self._layers.layers
 
     def interrupt(self, error: Exception) -> None:
         """Make the running segment, and later ones, end with `error`; from any thread."""
@@ -371,17 +390,6 @@ class StageRuntime:
         update, index = tally.where[j]
         layer = self._weights.layer_with_bad_gradient(use)
         raise reduce.not_finite(update, index, layer, self.stage, "gradient")
-
-    def _make_scaler(self) -> reduce.LossScaler | None:
-        if self._config.train.precision != "fp16":
-            return None
-        if self._is_async:
-            raise ConfigError(
-                "train.precision fp16 needs a synchronous schedule: all stages skip an update "
-                "together",
-                "Set train.precision=bf16, or pipeline.schedule=1f1b",
-            )
-        return reduce.LossScaler()
 
     def _computing(self) -> AbstractContextManager[Any]:
         if self._compute_lock is None:

@@ -62,7 +62,11 @@ class Held:
 
 
 class Stage:
-    """One contiguous range of layers on one device."""
+    """One contiguous range of layers on one device.
+
+    Args:
+        given: layers by name that exist already; all others are built, with initial weights.
+    """
 
     def __init__(
         self,
@@ -71,6 +75,7 @@ class Stage:
         model: ModelSpec,
         config: Config,
         device: torch.device,
+        given: Mapping[str, nn.Module] | None = None,
     ) -> None:
         self.stage = plan.stage
         self.is_first = plan.stage == 0
@@ -80,7 +85,7 @@ class Stage:
         self._seed = config.train.seed
         self._recompute = config.model.recompute
         self._check = config.numerics.check_finite
-        self.layers = build_layers(model, plan.first, plan.stop, self._seed, device)
+        self.layers = build_layers(model, plan.first, plan.stop, self._seed, device, given)
         self._specs = model.layers[plan.first : plan.stop]
         self._modules = list(self.layers.values())
         self._mutable: dict[str, list[Tensor]] = {}

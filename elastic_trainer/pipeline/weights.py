@@ -6,7 +6,7 @@ that stage's weights by message after each of its updates; it is then a fresh le
 still finds the one that its forward used.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -221,8 +221,11 @@ class StageWeights:
                 states[layer][f"buffer/{name}"] = buffer
         return states
 
-    def load(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace all state by copies of `states`, which hold at least this stage's layers."""
+    def load(self, states: Mapping[str, Mapping[str, Tensor]], lent: Collection[str] = ()) -> None:
+        """Replace all state by `states`, which hold at least this stage's layers.
+
+        The tensors are copied, but for those of `lent` layers, which are this stage's from now on.
+        """
         self.install_newest()
         for layer, module in self._layers.items():
             if layer not in states:
@@ -237,7 +240,8 @@ class StageWeights:
                 prefix = f"optim/{param.name}/"
                 own = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
                 check_state(own, self._config.optim, f"layer {param.layer!r}, {param.name}")
-                import_state(self.optimizer, self.ring.handles[index], own)
+                copy = param.layer not in lent
+                import_state(self.optimizer, self.ring.handles[index], own, copy=copy)
 
     def _find_ties(self, model: ModelSpec, plan: Plan) -> list[tuple[StageParam, StageParam]]:
         """Fill the tables of ties with other stages, and return those within this one."""

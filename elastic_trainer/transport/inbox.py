@@ -49,6 +49,19 @@ class Inbox:
                 del self._messages[peer, tag]
             return message
 
+    def take_any(self) -> tuple[WorkerId, Tag, Message] | None:
+        """The message of this generation that has waited longest, whoever sent it."""
+        with self.lock:
+            if self._error is not None:
+                raise self._error
+            for (peer, tag), messages in self._messages.items():
+                if tag.generation == self.generation:
+                    message = messages.popleft()
+                    if not messages:
+                        del self._messages[peer, tag]
+                    return peer, tag, message
+            return None
+
     def check(self, tag: Tag, verb: str) -> None:
         """Raise if this tag must not be used any more, or the channel was interrupted."""
         if tag.generation < self.generation:
@@ -146,6 +159,27 @@ class BufferedChannel(Channel):
                     "elastic.stall_limit_s sets the limit",
                 )
             self._pump(seen, timeout_s - waited)
+
+    def recv_any(self, timeout_s: float) -> tuple[WorkerId, Tag, Message] | None:
+        """The next message of this generation, whoever sent it; for servers, instead of `recv`.
+
+        Returns:
+            None after `timeout_s`, or earlier if `wake` was called.
+
+        Raises:
+            TransportError: a peer sent what is no message; or whatever `interrupt` was given.
+        """
+        seen = self._inbox.version
+        found = self._inbox.take_any()
+        if found is None:
+            self._pump(seen, timeout_s)
+            found = self._inbox.take_any()
+        return found
+
+    def wake(self) -> None:
+        """Let a waiting `recv_any` return; from any thread."""
+        self._inbox.touch()
+        self._wake()
 
     def advance(self, generation: int) -> None:
         self._inbox.advance(generation)
