@@ -10,7 +10,7 @@ they wait, and for whom: inside REDUCE, which all stages enter, and for batches 
 
 from collections.abc import Mapping, Sequence
 
-from elastic_trainer.schedule.actions import Action, ActionLists, Kind
+from elastic_trainer.schedule.actions import RECEIVES, Action, ActionLists, Kind
 
 LOADER = -1  # in place of a stage: the batches come from it
 _ROOT = 0  # the stage that collects the norms of a REDUCE and answers all others
@@ -42,12 +42,12 @@ class _Search:
         self, actions: ActionLists, progress: Sequence[int], waiting: Mapping[int, int]
     ) -> None:
         self.actions = actions
-        self.progress = progress
+        self.progress = [_skip(row, done) for row, done in zip(actions, progress, strict=True)]
         self.waiting = waiting
         self.gradients = _tied_gradients(actions)
         self.at_hand = {
             stage: row[done]
-            for stage, (row, done) in enumerate(zip(actions, progress, strict=True))
+            for stage, (row, done) in enumerate(zip(actions, self.progress, strict=True))
             if done < len(row)
         }
         self.done = {a for row, done in zip(actions, progress, strict=True) for a in row[:done]}
@@ -131,6 +131,13 @@ class _Search:
             done.update(able)
             number += 1
         return rounds
+
+
+def _skip(row: Sequence[Action], index: int) -> int:
+    """The action at hand, or the next one that is no RECV: a stage is never held up by those."""
+    while index < len(row) and row[index].kind in RECEIVES:
+        index += 1
+    return index
 
 
 def _tied_gradients(actions: ActionLists) -> dict[tuple[int, int], list[Action]]:
