@@ -10,9 +10,10 @@ import ray
 from elastic_trainer.config import Config, to_yaml
 from elastic_trainer.elastic.instructions import Instruction
 from elastic_trainer.elastic.state import Phase, State
+from elastic_trainer.observability.lines import full_disk_tolerated
 from elastic_trainer.observability.metrics import RunMetrics
 from elastic_trainer.observability.progress import phase_shares
-from elastic_trainer.observability.record import TARGETS_FILE, RunRecord, full_disk_tolerated
+from elastic_trainer.observability.record import TARGETS_FILE, RunRecord
 from elastic_trainer.observability.targets import clear_targets, write_targets
 from elastic_trainer.pipeline.lr import lr_at
 from elastic_trainer.schedule.build import is_asynchronous

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from elastic_trainer.observability.lines import dump_json
 from elastic_trainer.observability.progress import format_duration, format_number
-from elastic_trainer.observability.record import dump_json
 from elastic_trainer.types import CheckpointInfo, Plan, to_jsonable
 
 if TYPE_CHECKING:

@@ -3,32 +3,32 @@
 config.yaml               the resolved configuration
 plan.json                 the newest plan
 metrics.jsonl             one line per update, in order, without gaps or repeats
+audit.jsonl               the samples of each update, one list per microbatch
 status.json               where the run stands; replaced atomically
 events.jsonl              what happened: start, plan, checkpoint, evaluation, failure, end
 prometheus/targets.json   where Prometheus finds the run
 trainer.lock              held by the living trainer; names its host and process
 """
 
-import contextlib
-import errno
 import fcntl
 import json
-import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
 from elastic_trainer.errors import RunError
+from elastic_trainer.observability.lines import Journal, dump_json, full_disk_tolerated
 from elastic_trainer.types import Plan, to_jsonable
 
 CONFIG_FILE = "config.yaml"
 PLAN_FILE = "plan.json"
 METRICS_FILE = "metrics.jsonl"
+AUDIT_FILE = "audit.jsonl"
 STATUS_FILE = "status.json"
 EVENTS_FILE = "events.jsonl"
 TARGETS_FILE = "prometheus/targets.json"
@@ -63,11 +63,14 @@ class RunRecord:
                 "Choose another with --run-dir.",
             ) from error
         self._lines = Journal(self.path / METRICS_FILE)
+        self._samples = Journal(self.path / AUDIT_FILE)
         self._events = Journal(self.path / EVENTS_FILE)
         self._status = read_json(self.path / STATUS_FILE)
-        self.last_update = 0
         # A crash may have cut the last line short; appending to it would spoil the next one too.
-        self.truncate_after(_last_update(self.path / METRICS_FILE))
+        # And it may have come between the two files. Older trainers wrote no audit.
+        self.last_update = self._lines.last_update()
+        audited = self._samples.last_update() or self.last_update
+        self.truncate_after(min(self.last_update, audited))
 
     @property
     def name(self) -> str:
@@ -81,20 +84,24 @@ class RunRecord:
         """Keep the plan that the workers now follow."""
         write_atomically(self.path / PLAN_FILE, dump_json(to_jsonable(plan), indent=2) + "\n")
 
-    def append_update(self, line: Mapping[str, Any]) -> None:
-        """Append the line of one update; `line["update"]` follows on the last one."""
+    def append_update(self, line: Mapping[str, Any], samples: Sequence[Sequence[str]] = ()) -> None:
+        """Append the line of one update; `line["update"]` follows on the last one.
+
+        Args:
+            line: the update's metrics.
+            samples: ids of what it was trained on, by microbatch.
+        """
         update = line["update"]
         assert update > self.last_update, f"update {update} is recorded already"
+        self._samples.append({"update": update, "samples": samples})
         self._lines.append(line)
         self.last_update = update
 
     def truncate_after(self, update: int) -> None:
-        """Drop the lines of updates after `update`, which a resumed run will do again."""
-        path = self.path / METRICS_FILE
-        if path.exists():
-            kept = [line for line in complete_lines(path) if line["update"] <= update]
-            write_atomically(path, "".join(dump_json(line) + "\n" for line in kept))
-        self.last_update = _last_update(path)
+        """Drop the lines of updates after `update`, which are done again."""
+        self._lines.truncate_after(update)
+        self._samples.truncate_after(update)
+        self.last_update = self._lines.last_update()
 
     def write_status(self, fields: Mapping[str, Any]) -> None:
         """Change these fields of the status and keep the others.
@@ -134,31 +141,6 @@ class RunRecord:
         self.close()
 
 
-class Journal:
-    """Appends lines to a JSONL file. Training goes on while the disk is full: what it refuses waits
-    in memory and is written, in order, with the next line that finds room."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._waiting = b""
-
-    def append(self, line: Mapping[str, Any]) -> None:
-        self._waiting += (dump_json(line) + "\n").encode()
-        with full_disk_tolerated(), open(self._path, "ab", buffering=0) as file:
-            while self._waiting:  # readers take lines once they are whole
-                self._waiting = self._waiting[file.write(self._waiting) :]
-
-
-@contextlib.contextmanager
-def full_disk_tolerated() -> Iterator[None]:
-    """Swallows the errors of a full disk, and no others."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-
-
 def write_atomically(path: Path, text: str) -> None:
     """Readers see the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,21 +151,6 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError:
         temporary.unlink(missing_ok=True)
         raise
-
-
-def dump_json(value: Any, indent: int | None = None) -> str:
-    """Strict JSON: numbers that JSON cannot write become null."""
-    return json.dumps(_finite(value), allow_nan=False, indent=indent)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _take_lock(path: Path) -> IO[str]:
@@ -222,26 +189,6 @@ def is_alive(run_dir: Path) -> bool:
             return not _try_lock(file, fcntl.LOCK_SH)
     except OSError:
         return False
-
-
-def complete_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a JSONL file up to the first that a crash cut short."""
-    lines: list[dict[str, Any]] = []
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError:
-                break
-            if not text.endswith("\n") or not isinstance(line, dict):
-                break
-            lines.append(line)
-    return lines
-
-
-def _last_update(path: Path) -> int:
-    lines = complete_lines(path) if path.exists() else []
-    return int(lines[-1]["update"]) if lines else 0
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from elastic_trainer.errors import RunError
+from elastic_trainer.observability.lines import complete_lines
 from elastic_trainer.observability.record import (
+    AUDIT_FILE,
     CONFIG_FILE,
     ENDED,
     EVENTS_FILE,
     METRICS_FILE,
     PLAN_FILE,
     STATUS_FILE,
-    complete_lines,
     is_alive,
     read_json,
 )
@@ -104,6 +105,12 @@ def read_plan(run_dir: str | Path) -> dict[str, Any]:
 def read_updates(run_dir: str | Path) -> list[dict[str, Any]]:
     """Every line of the metrics file."""
     path = Path(run_dir) / METRICS_FILE
+    return complete_lines(path) if path.exists() else []
+
+
+def read_audit(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The samples of every update, by microbatch."""
+    path = Path(run_dir) / AUDIT_FILE
     return complete_lines(path) if path.exists() else []
 
 

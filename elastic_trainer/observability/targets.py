@@ -8,7 +8,8 @@ beside the run folders, runs therefore register there too, as `prometheus/RUN.js
 import socket
 from pathlib import Path
 
-from elastic_trainer.observability.record import dump_json, write_atomically
+from elastic_trainer.observability.lines import dump_json
+from elastic_trainer.observability.record import write_atomically
 
 ANY_ADDRESS = ("0.0.0.0", "::", "")
 SHARED_FOLDER = "prometheus"

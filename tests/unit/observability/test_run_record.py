@@ -12,9 +12,11 @@ import pytest
 
 from elastic_trainer.errors import RunError
 from elastic_trainer.observability import record as record_module
+from elastic_trainer.observability.lines import Journal, complete_lines
 from elastic_trainer.observability.record import STATUS_FILE, RunRecord, is_alive, new_run_name
 from elastic_trainer.observability.runs import (
     list_runs,
+    read_audit,
     read_events,
     read_plan,
     read_status,
@@ -123,6 +125,59 @@ def test_a_line_cut_short_by_a_crash_does_not_spoil_the_next(tmp_path: Path) -> 
         run.append_update({"update": 4})
     text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
     assert [json.loads(line)["update"] for line in text.splitlines()] == [1, 2, 3, 4]
+
+
+def audited(run_dir: Path) -> list[int]:
+    return [line["update"] for line in read_audit(run_dir)]
+
+
+def test_samples_stand_beside_the_lines_and_go_with_them(tmp_path: Path) -> None:
+    with RunRecord(tmp_path) as run:
+        for update in range(1, 6):
+            run.append_update({"update": update}, [[f"{update}:0"], [f"{update}:1", "é"]])
+        run.truncate_after(3)
+        assert run.last_update == 3 and audited(tmp_path) == [1, 2, 3]
+        run.append_update({"update": 4}, [["again"]])
+    lines = read_audit(tmp_path)
+    assert lines[0] == {"update": 1, "samples": [["1:0"], ["1:1", "é"]]}
+    assert lines[-1] == {"update": 4, "samples": [["again"]]}
+
+
+def test_a_crash_between_the_files_leaves_none_of_them_ahead(tmp_path: Path) -> None:
+    fill(tmp_path, 3)
+    with open(tmp_path / "audit.jsonl", "a", encoding="utf-8") as file:
+        file.write('{"update": 4, "samples": []}\n{"upd')
+    with RunRecord(tmp_path) as run:
+        assert run.last_update == 3 and audited(tmp_path) == [1, 2, 3]
+        run.append_update({"update": 4})
+    assert audited(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_run_begun_without_an_audit_gets_one_from_here_on(tmp_path: Path) -> None:
+    fill(tmp_path, 3)
+    (tmp_path / "audit.jsonl").unlink()
+    with RunRecord(tmp_path) as run:
+        assert run.last_update == 3
+        run.append_update({"update": 4})
+    with RunRecord(tmp_path) as run:
+        assert run.last_update == 4
+    assert audited(tmp_path) == [4] and len(read_updates(tmp_path)) == 4
+
+
+@pytest.mark.parametrize("width", [0, 100, 70_000, 200_000])
+@pytest.mark.parametrize("kept", [0, 1, 4, 5, 9])
+def test_truncation_reads_only_the_end(tmp_path: Path, kept: int, width: int) -> None:
+    """Lines shorter and longer than what is read at a time."""
+    path = tmp_path / "lines.jsonl"
+    journal = Journal(path)
+    for update in range(1, 6):
+        journal.append({"update": update, "text": "x" * width})
+    journal.truncate_after(kept)
+    want = list(range(1, min(kept, 5) + 1))
+    assert [line["update"] for line in complete_lines(path)] == want
+    assert journal.last_update() == len(want)
+    journal.append({"update": len(want) + 1})
+    assert journal.last_update() == len(want) + 1
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 2000, 5000])
