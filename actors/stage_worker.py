@@ -77,7 +77,7 @@ class StageWorker:
             return mark
         done, stage = runtime.progress, runtime.stage
         where = f"{place(segment, stage, done)}, {update_of(segment, stage, done)}"
-        standing = Standing(segment.index, done, runtime.waits_for)
+        standing = Standing(segment.generation, segment.index, done, runtime.waits_for)
         return Mark((mark.at[0], done), where, standing=standing)
 
     def profile(self, sample: Mapping[str, "np.ndarray[Any, Any]"]) -> Profile:

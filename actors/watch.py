@@ -19,6 +19,7 @@ class Standing(NamedTuple):
     waits (a stage, or `schedule.culprit.LOADER`), if it does.
     """
 
+    generation: int
     segment: int
     index: int
     waits_for: int | None = None
@@ -47,6 +48,7 @@ class Watch(Generic[K]):
         self._calls: dict[K, tuple[str, float, float]] = {}  # line, begin, limit
         self._moved: dict[str, float] = {}
         self._marks: dict[WorkerId, Mark] = {}
+        self._standings: dict[WorkerId, Standing] = {}
 
     def begin(self, call: K, line: str, limit_s: float, now: float) -> None:
         """A call was sent; its line may stand still for `limit_s`."""
@@ -64,6 +66,7 @@ class Watch(Generic[K]):
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone."""
         self._marks.pop(worker, None)
+        self._standings.pop(worker, None)
 
     def latest(self, worker: WorkerId) -> Mark | None:
         """What the worker said last."""
@@ -75,11 +78,17 @@ class Watch(Generic[K]):
         if before is None or before.at != mark.at:
             self._moved[line] = now
         self._marks[worker] = mark
+        if mark.standing is not None:
+            self._standings[worker] = mark.standing
 
     def place(self, worker: WorkerId) -> str:
         """Where the worker was when it last said so; may be empty."""
         mark = self._marks.get(worker)
         return mark.place if mark is not None else ""
+
+    def standing(self, worker: WorkerId) -> Standing | None:
+        """Where the worker was in the newest segment of which it said so."""
+        return self._standings.get(worker)
 
     def overdue(self, now: float) -> dict[K, float]:
         """Calls whose lines stand still beyond their limits, and for how long they do."""
