@@ -27,7 +27,7 @@ class Staff:
         self._min, self._max = goal.min_workers, goal.max_workers
         self._floor = goal.min_workers
         self._asked: int | None = None
-        self._lost_one = False
+        self._recount = False
         self._incidents: dict[tuple[str, str], float] = {}  # (budget, node) -> its begin
         self._budgets = {
             name: Budget(
@@ -65,16 +65,29 @@ class Staff:
         """Whether to go ahead with who is there, or wait for more to join."""
         return len(self.members.usable) >= self.most or now - self.members.joined_at >= SETTLE_S
 
-    def scale(self, event: ev.ScaleRequested, training: bool) -> None:
-        """Take other limits. More than are there do not stop what trains already."""
-        self._min, self._max = event.min_workers, event.max_workers
-        enough = len(self.members.usable) >= self._min
-        self._floor = self._min if enough or not training else min(self._floor, self._min)
+    @property
+    def enough(self) -> bool:
+        return len(self.members.usable) >= self.floor
 
-    def raise_floor(self) -> None:
-        """Once the new minimum is there, it holds."""
-        if len(self.members.usable) >= self.least:
+    def can_employ(self, workers: Collection[WorkerId]) -> bool:
+        """Whether all these may hold a stage."""
+        usable = self.members.usable
+        return len(workers) <= self.most and all(w in usable for w in workers)
+
+    def scale(self, event: ev.ScaleRequested, gathering: bool) -> None:
+        """Take other limits. To ask for more than are there does not stop what trains."""
+        self._min, self._max = event.min_workers, event.max_workers
+        self._floor = self._min if gathering else min(self._floor, self._min)
+        self.stands(len(self.members.usable))
+
+    def stands(self, workers: int) -> None:
+        """A pipeline of so many workers stands: if that is the new minimum, it holds from now."""
+        if workers >= self.least:
             self._floor = self._min
+
+    def hope(self) -> None:
+        """Training cannot go on without new workers: ask for some, whatever became of others."""
+        self._budgets["idle"].count = 0
 
     # Budgets.
 
@@ -87,7 +100,6 @@ class Staff:
             now: the time.
             node: where; what one node loses at once counts once. Empty: unknown.
         """
-        self._lost_one = True
         incident = (budget, node)
         spent = self._budgets[budget]
         if not node or now - self._incidents.get(incident, float("-inf")) > INCIDENT_S:
@@ -112,14 +124,14 @@ class Staff:
         if self._budgets["idle"].exhausted:
             number = min(number, len(self.members.nodes))
             reason = "new workers were lost before they were of use: no more until training goes on"
-        if number == self._asked and not self._lost_one:
+        if number == self._asked and not self._recount:
             return []
-        self._asked, self._lost_one = number, False
+        self._asked, self._recount = number, False
         return [do.StartWorkers(num_workers=number, reason=reason)]
 
-    def lost(self) -> None:
-        """A worker is gone: ask again."""
-        self._lost_one = True
+    def recount(self) -> None:
+        """A worker is gone, so ask again though the number is the same."""
+        self._recount = True
 
     def dismiss(self, keep: Collection[WorkerId]) -> list[do.Instruction]:
         """Stop who leaves and who is too many, except those that are needed for now."""
