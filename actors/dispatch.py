@@ -16,12 +16,14 @@ from elastic_trainer.types import BatchInfo, StageReport
 class Order:
     """One thing to send to all workers: `kind` is segment, evaluation or checkpoint.
 
-    `batches` is None until the loader has answered. `started_at` is wall time of the sending.
+    `snapshot`: workers keep copies of the state behind it. `batches` is None until the loader has
+    answered. `started_at` is wall time of the sending.
     """
 
     kind: str
     generation: int
     update: int
+    snapshot: bool = False
     batches: list[BatchInfo] | None = None
     reports: dict[int, StageReport] = field(default_factory=dict)
     started_at: float = 0.0

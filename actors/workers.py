@@ -1,152 +1,281 @@
-"""Room for the workers on the cluster: what each needs, whether it is there, and starting them."""
+"""The actors of one run: asking for room, starting, losing and dismissing them. Nothing waits."""
 
-import hashlib
-import os
+import logging
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-import ray
-
-from elastic_trainer.actors.handles import LoaderHandle, Room, StageHandle
-from elastic_trainer.config import ClusterConfig, Config
+from elastic_trainer.actors.calls import Calls
+from elastic_trainer.actors.handles import LoaderHandle, StageHandle
+from elastic_trainer.actors.resources import Resources, bundles, next_bundle, no_room
+from elastic_trainer.actors.rooms import Room
+from elastic_trainer.actors.site import Site
+from elastic_trainer.config import Config, fewest_workers
 from elastic_trainer.errors import ClusterError
+from elastic_trainer.types import WorkerId
 
-POLL_S = 0.2
-MAX_PARENT = 64  # bytes: what is left of a socket's path of at most 107 for the folder it lies in
+Description = Mapping[str, Any]
+ASK_AGAIN_S = 5.0  # after the cluster has refused to look for room at all
+_log = logging.getLogger(__name__)
 
 
-def bundles(config: ClusterConfig, cluster: Mapping[str, float]) -> list[dict[str, float]]:
-    """Resources of each worker: as configured, else one GPU where the cluster has one left for it,
-    else one CPU.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Berth:
+    """A worker and the room that it works in."""
 
-    Args:
-        config: how many workers and what they need.
-        cluster: total resources, as Ray counts them.
-
-    Raises:
-        ClusterError: a type of accelerator is asked for, and no worker has one.
-    """
-    if config.resources_per_worker:
-        each = [dict(config.resources_per_worker) for _ in range(config.num_workers)]
-    else:
-        num_gpus = int(cluster.get("GPU", 0))
-        each = [{"GPU": 1.0} if i < num_gpus else {"CPU": 1.0} for i in range(config.num_workers)]
-    if config.accelerator_type:
-        on_gpu = [bundle for bundle in each if bundle.get("GPU")]
-        if not on_gpu:
-            raise ClusterError(
-                f"cluster.accelerator_type is {config.accelerator_type}, but no worker gets a GPU",
-                "Ask for one in cluster.resources_per_worker, or leave cluster.accelerator_type "
-                "null.",
-            )
-        for bundle in on_gpu:
-            bundle[f"accelerator_type:{config.accelerator_type}"] = 0.001
-    return each
+    handle: StageHandle
+    room: Room
+    node_id: str
 
 
 class Crew:
-    """The actors of one run: stage workers and the loader."""
+    """The actors of one run: stage workers, spares and newcomers among them, and the loader.
 
-    def __init__(self, config: Config, private_dir: str) -> None:
+    Args:
+        config: the resolved configuration.
+        site: the cluster.
+        calls: where their answers are awaited.
+        start_limit_s: how long a started actor may take until it answers.
+        joined: called with the name of each actor that has described itself.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        site: Site,
+        calls: Calls,
+        start_limit_s: float,
+        joined: Callable[[WorkerId], None],
+    ) -> None:
         self.config = config
-        self.private_dir = private_dir
-        self.stages: dict[str, StageHandle] = {}
+        self.descriptions: dict[WorkerId, Description] = {}
         self.loader: LoaderHandle | None = None
-        self._room: Room | None = None
+        self.avoided: set[str] = set()  # ids of nodes that are about to go
+        self.next_worker = 0  # ids are never used twice
+        self._site = site
+        self._calls = calls
+        self._start_limit_s = start_limit_s
+        self._joined = joined
+        self._berths: dict[WorkerId, Berth] = {}
+        self._leaving: dict[WorkerId, tuple[Berth, float]] = {}  # and by when they are ended
+        self._asked: dict[Any, Room] = {}  # rooms that are not ours yet, by their calls
+        self._wanted = 0
+        self._next_loader = 0
+        self._not_before = 0.0
+        self._begun = time.monotonic()
+        self._has_begun = False
+        self._bundle: dict[str, float] | None = None  # what was asked for last
 
-    def reserve(self, stopped: Callable[[], bool]) -> list[dict[str, float]]:
-        """Wait for room for all workers.
+    @property
+    def stages(self) -> dict[WorkerId, StageHandle]:
+        """All living workers, those included that have not described themselves yet."""
+        return {worker: berth.handle for worker, berth in self._berths.items()}
 
-        Raises:
-            ClusterError: no room within `cluster.start_timeout_s`; says what is asked and there.
-        """
-        wanted = bundles(self.config.cluster, _resources()[0])
-        self._room = Room(wanted)
-        deadline = time.monotonic() + self.config.cluster.start_timeout_s
-        while not self._room.ready(POLL_S):
-            if stopped():
-                return []
-            if time.monotonic() > deadline:
-                raise ClusterError(
-                    _no_room(wanted, self.config.cluster.start_timeout_s),
-                    "Ask for fewer --workers or smaller "
-                    "cluster.resources_per_worker, or add nodes.",
-                )
-        return wanted
+    @property
+    def berths(self) -> Mapping[WorkerId, Berth]:
+        """Where the living workers are."""
+        return self._berths
 
-    def start_loader(self) -> LoaderHandle:
-        self.loader = LoaderHandle("loader-0", self.config, self.private_dir, _environment(1))
-        return self.loader
+    @property
+    def num_pending(self) -> int:
+        """Rooms that the cluster has yet to give."""
+        return len(self._asked)
 
-    def start_stages(self, wanted: Sequence[Mapping[str, float]]) -> list[StageHandle]:
-        """Start one worker per bundle."""
-        assert self._room is not None, "reserve comes first"
-        threads = self.config.numerics.threads_per_stage
-        for index, resources in enumerate(wanted):
-            worker = f"stage-{index}"
-            self.stages[worker] = StageHandle(
-                worker,
-                self.config,
-                self.private_dir,
-                resources=resources,
-                group=self._room.group,
-                bundle=index,
-                env=_environment(threads),
-            )
-        return list(self.stages.values())
+    def present(self) -> dict[WorkerId, StageHandle]:
+        """Living workers that have described themselves."""
+        return {w: b.handle for w, b in self._berths.items() if w in self.descriptions}
 
     def members(self) -> list[StageHandle | LoaderHandle]:
-        """All actors that were started."""
+        """All living actors."""
         loader = [self.loader] if self.loader is not None else []
         return [*self.stages.values(), *loader]
 
-    def dismiss(self, timeout_s: float) -> None:
-        """Close what answers in time, kill everything, give the room back."""
-        members = self.members()
-        closing = [member.close() for member in members]
+    def on_nodes(self, node_ids: Collection[str]) -> list[WorkerId]:
+        """Living workers there."""
+        return [w for w, berth in self._berths.items() if berth.node_id in node_ids]
+
+    # Coming.
+
+    def want(self, number: int) -> None:
+        """Have so many workers, living or on their way. Never ends one that lives."""
+        self._wanted = number
+        self._fill()
+
+    def tick(self) -> None:
+        """Do what has become due."""
+        self._fill()
+        now = time.monotonic()
+        for worker in [w for w, (_, by) in self._leaving.items() if now > by]:
+            self._end(worker)
+
+    def avoid(self, node_ids: Iterable[str]) -> None:
+        """Place no worker on these nodes any more."""
+        new = set(node_ids) - self.avoided
+        if not new:
+            return
+        self.avoided |= new
+        for call in list(self._asked):  # the cluster may be about to give one there
+            self._cancel(call)
+        self._fill()
+
+    def missing_room(self) -> ClusterError | None:
+        """That the fewest workers of the run have found no room in time, if so."""
+        waited_s = self.config.cluster.start_timeout_s
+        fewest = fewest_workers(self.config)
+        self._has_begun = self._has_begun or len(self._berths) >= fewest
+        if self._has_begun or time.monotonic() - self._begun <= waited_s:
+            return None
+        total = self._site.total()
+        wanted = bundles(self.config.cluster, total, fewest)
+        return ClusterError(
+            no_room(wanted, total, self._site.free(), waited_s),
+            "Ask for fewer --workers or smaller cluster.resources_per_worker, or add nodes.",
+        )
+
+    def start_loader(self) -> None:
+        """Start the loader; another one if there was one before."""
+        worker = f"loader-{self._next_loader}"
+        self._next_loader += 1
+        self.loader = self._site.start_loader(worker)
+        self._calls.ask(
+            self.loader.describe(), partial(self._described, worker), limit_s=self._start_limit_s
+        )
+
+    def adopt(
+        self, worker: WorkerId, room_id: str, resources: Resources, node_id: str, limit_s: float
+    ) -> bool:
+        """Take over a worker of an earlier coordinator; False if Ray knows it no more.
+
+        It must answer within `limit_s` seconds.
+        """
+        handle = self._site.find_stage(worker)
+        if handle is None:
+            return False
+        room = self._site.known_room(room_id, resources)
+        self._berths[worker] = Berth(handle=handle, room=room, node_id=node_id)
+        self._has_begun = True
+        self._calls.ask(handle.describe(), partial(self._described, worker), limit_s=limit_s)
+        return True
+
+    def clear_away(self) -> None:
+        """End what other trainers in this folder have left behind, and all rooms not used."""
+        self._site.clear_away({berth.room.room_id for berth in self._berths.values()})
+
+    def _fill(self) -> None:
+        missing = self._wanted - len(self._berths) - len(self._asked)
+        for call in list(self._asked)[max(0, len(self._asked) + missing) :] if missing < 0 else ():
+            self._cancel(call)
+        if missing > 0 and time.monotonic() >= self._not_before:
+            total = self._site.total()
+            for _ in range(missing):
+                room = self._site.ask_room(self._next_bundle(total), self.avoided)
+                call = room.ready()
+                self._asked[call] = room
+                self._calls.whenever(call, partial(self._ready, call), partial(self._refused, call))
+
+    def _next_bundle(self, total: Resources) -> dict[str, float]:
+        held = [berth.room.resources for berth in self._berths.values()]
+        held += [room.resources for room in self._asked.values()]
+        try:
+            self._bundle = next_bundle(
+                self.config.cluster, total, held, fewest_workers(self.config)
+            )
+        except ClusterError:
+            if self._bundle is None:
+                raise  # else the nodes that had it may come back
+        return self._bundle
+
+    def _cancel(self, call: Any) -> None:
+        self._calls.drop(call)
+        self._asked.pop(call).release()
+
+    def _refused(self, call: Any, reason: str) -> None:
+        _log.warning("no room: %s", reason)
+        self._not_before = time.monotonic() + ASK_AGAIN_S
+        if (room := self._asked.pop(call, None)) is not None:
+            room.release()
+
+    def _ready(self, call: Any, _: Any) -> None:
+        """There is room: start a worker in it."""
+        room = self._asked.pop(call)
+        if not (node_id := room.node_id()) or node_id in self.avoided:
+            room.release()  # its node is about to go, or has gone already
+            self._fill()
+            return
+        worker = f"stage-{self.next_worker}"
+        self.next_worker += 1
+        handle = self._site.start_stage(worker, room)
+        self._berths[worker] = Berth(handle=handle, room=room, node_id=node_id)
+        self._calls.ask(
+            handle.describe(), partial(self._described, worker), limit_s=self._start_limit_s
+        )
+
+    def _described(self, worker: WorkerId, description: Description) -> None:
+        self.descriptions[worker] = description
+        self._joined(worker)
+
+    # Going.
+
+    def lose(self, worker: WorkerId, reason: str) -> bool:
+        """Part with a worker, or the loader, that is dead or must not live; False if it is gone.
+
+        Its process may still run on a node that cannot be reached: it finds its generation over.
+        """
+        if self.loader is not None and worker == self.loader.worker:
+            self.loader.kill()
+            self.loader = None
+        elif (berth := self._berths.pop(worker, None)) is not None:
+            _end(berth)
+        elif worker in self._leaving:
+            self._end(worker)
+            return False
+        else:
+            return False
+        self.descriptions.pop(worker, None)
+        self._calls.drop_worker(worker, reason)
+        return True
+
+    def dismiss(self, workers: Iterable[WorkerId]) -> None:
+        """Let these end what they write, then end them."""
+        limit_s = self.config.elastic.stall_limit_s
+        for worker in workers:
+            if (berth := self._berths.pop(worker, None)) is None:
+                continue
+            self.descriptions.pop(worker, None)
+            self._leaving[worker] = berth, time.monotonic() + limit_s
+            self._calls.forget(worker)
+            closed = partial(self._closed, worker)
+            self._calls.when(berth.handle.close(), closed, failed=closed)
+
+    def close(self, timeout_s: float) -> None:
+        """Close what answers in time, end everything, give all room back."""
+        for call in list(self._asked):
+            self._cancel(call)
+        closing = [member.close() for member in self.members()]
         deadline = time.monotonic() + timeout_s
         for pending in closing:
             try:
                 pending.get(max(0.1, deadline - time.monotonic()))
-            except Exception:  # noqa: BLE001, S112 - it is dead or wedged: the kill below settles it
+            except Exception:  # noqa: BLE001, S112 - it is dead or wedged: what follows settles it
                 continue
-        for member in members:
-            member.kill()
-        if self._room is not None:
-            self._room.release()
-        shutil.rmtree(self.private_dir, ignore_errors=True)
+        if self.loader is not None:
+            self.loader.kill()
+        for berth in (*self._berths.values(), *(berth for berth, _ in self._leaving.values())):
+            _end(berth)
+        shutil.rmtree(self._site.private_dir, ignore_errors=True)
+
+    def _closed(self, worker: WorkerId, _: Any) -> None:
+        self._end(worker)
+
+    def _end(self, worker: WorkerId) -> None:
+        if (known := self._leaving.pop(worker, None)) is not None:
+            _end(known[0])
+            self._calls.drop_worker(worker, f"{worker} was dismissed")
 
 
-def private_folder(run_dir: str) -> str:
-    """A folder for this run's sockets, short as socket paths must be; channels make it 0700."""
-    digest = hashlib.sha256(f"{run_dir}:{os.getpid()}".encode()).hexdigest()[:12]
-    parent = tempfile.gettempdir()
-    if len(os.fsencode(parent)) > MAX_PARENT:
-        parent = "/tmp"
-    return str(Path(parent) / f"et-{digest}")
-
-
-def _environment(threads: int) -> dict[str, str]:
-    # OpenMP reads it once, at start; torch.set_num_threads alone leaves other pools unlimited.
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-
-
-def _no_room(wanted: Sequence[Mapping[str, float]], waited_s: float) -> str:
-    total, free = _resources()
-    kinds = sorted({kind for bundle in wanted for kind in bundle})
-    asked = ", ".join(f"{kind} {sum(b.get(kind, 0) for b in wanted):g}" for kind in kinds)
-    there = ", ".join(
-        f"{kind} {free.get(kind, 0):g} free of {total.get(kind, 0):g}" for kind in kinds
-    )
-    return (
-        f"the cluster has no room for {len(wanted)} workers after {waited_s:.0f} s: "
-        f"asked for {asked}; there is {there}"
-    )
-
-
-def _resources() -> tuple[dict[str, float], dict[str, float]]:
-    """Total and free resources of the cluster, as Ray counts them."""
-    return ray.cluster_resources(), ray.available_resources()  # type: ignore[no-untyped-call]
+def _end(berth: Berth) -> None:
+    berth.handle.kill()
+    berth.room.release()

@@ -61,7 +61,7 @@ class FakeStage:
         self.store, self.index = store, index
         self.first, self.refusal = first or [], refusal
 
-    def save(self, update: int, root: str) -> FakeCall:
+    def save(self, generation: int, update: int, root: str) -> FakeCall:
         facts: Mapping[str, Any] = {"scaler": {"scale": 2.0}}
         return FakeCall(self.refusal or facts)
 
@@ -87,15 +87,30 @@ class Told:
     warned: list[str] = field(default_factory=list)
 
 
-def start(saving: Saving, stages: Mapping[str, Any], update: int) -> Told:
+class FakeCalls:
+    """Hands results on at once, while `open`."""
+
+    def __init__(self, *, open: bool = True) -> None:
+        self.open = open
+        self.held: list[tuple[Any, Callable[[Any], None], Callable[[str], None]]] = []
+
+    def when(self, call: Any, then: Callable[[Any], None], *, generation: int, failed: Any) -> None:
+        if self.open:
+            then(call.result)
+        else:
+            self.held.append((call, then, failed))
+
+
+def start(saving: Saving, stages: Mapping[str, Any], update: int, calls: Any = None) -> Told:
     told = Told()
 
-    def when(call: Any, then: Callable[[Any], None]) -> None:
-        then(call.result)
-
-    saving.note([BatchInfo(update=update, microbatches=(), end=Cursor(epoch=1, row=update))])
+    saving.positions.note(
+        [BatchInfo(update=update, microbatches=(), end=Cursor(epoch=1, row=update))]
+    )
     warn = told.warned.append
-    saving.start(update, plan(), stages, when, told.saved.append, told.failed.append, warn)
+    saving.start(
+        1, update, plan(), stages, calls or FakeCalls(), told.saved.append, told.failed.append, warn
+    )
     return told
 
 
@@ -192,6 +207,32 @@ def test_files_stay_while_somebody_may_be_writing_them(tmp_path: Path) -> None:
     stuck.refusal, stuck.first = None, broken("disk full")  # it takes a new save: the old one ended
     save(saving, good_stages(saving) | {"stage-1": stuck}, 4)
     assert files(saving, 2) == files(saving, 4) == []
+
+
+def test_a_worker_that_is_lost_while_it_writes_fails_the_checkpoint(tmp_path: Path) -> None:
+    saving, calls = new_saving(tmp_path), FakeCalls(open=False)
+    told = start(saving, good_stages(saving), 2, calls)
+    (first, copied, _), (_, _, lost) = calls.held
+    lost("stage-1 is gone")
+    calls.open = True
+    copied(first.result)
+    assert saving.deliver(WAIT_S)
+    assert told.saved == [] and told.failed == ["stage-1 is gone"]
+    assert files(saving, 2) == []
+
+
+def test_an_abandoned_checkpoint_is_not_heard_of_again(tmp_path: Path) -> None:
+    saving, calls = new_saving(tmp_path), FakeCalls(open=False)
+    told = start(saving, good_stages(saving), 2, calls)
+    saving.abandon(0)
+    saving.abandon(1)
+    for call, copied, failed in calls.held[:2]:
+        copied(call.result)
+        failed("the generation is over")
+    assert len(calls.held) == 2, "nobody asks how far it is"
+    assert saving.deliver(WAIT_S) and told == Told()
+    told = save(saving, good_stages(saving), 2)
+    assert told.saved[0].update == 2, "the same update can be saved again"
 
 
 def test_the_end_clears_what_was_not_completed(tmp_path: Path) -> None:

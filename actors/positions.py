@@ -1,0 +1,97 @@
+"""The loader's position behind every state from which training may go on."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from elastic_trainer.types import BatchInfo, Cursor
+
+NUM_RECENT = 16  # commit points; workers hold live states of the last two or three
+
+
+class Positions:
+    """Remembers positions at commit points, and forgets those to which nothing leads back.
+
+    Kept are those of the newest checkpoint, of checkpoints being written, of the newest complete
+    snapshot and the one before, of all snapshots since, and of the newest commit points.
+
+    Args:
+        update: where the run starts.
+        cursor: the position there.
+    """
+
+    def __init__(self, update: int, cursor: Cursor) -> None:
+        self._cursors = {update: cursor}
+        self._saved = update
+        self._saving: set[int] = set()
+        self._snapshots: list[int] = []
+
+    def __contains__(self, update: int) -> bool:
+        return update in self._cursors
+
+    def at(self, update: int) -> Cursor:
+        """The position behind the state after `update`."""
+        return self._cursors[update]
+
+    def note(self, batches: Sequence[BatchInfo], *, snapshot: bool = False) -> None:
+        """The batches of a segment: training may go on behind the last one.
+
+        Args:
+            snapshot: copies of the state there are kept in memory.
+        """
+        if not batches:
+            return
+        last = batches[-1]
+        self._cursors[last.update] = last.end
+        if snapshot:
+            self._snapshots = [u for u in self._snapshots if u != last.update] + [last.update]
+        self._forget()
+
+    def rewind(self, update: int) -> None:
+        """Training goes on from this state: what came after is void."""
+        for later in [u for u in self._cursors if u > update and u not in self._saving]:
+            del self._cursors[later]
+        self._snapshots = [u for u in self._snapshots if u <= update]
+
+    def saving(self, update: int) -> None:
+        """A checkpoint of this state is being written."""
+        self._saving.add(update)
+
+    def not_saved(self, update: int) -> None:
+        """It could not be."""
+        self._saving.discard(update)
+
+    def saved(self, update: int) -> None:
+        """It is complete."""
+        self._saving.discard(update)
+        self._saved = max(self._saved, update)
+        self._forget()
+
+    def stored(self, update: int) -> None:
+        """A snapshot is complete. Workers keep the one before, too."""
+        older = [u for u in self._snapshots if u < update]
+        self._snapshots = [*older[-1:], *(u for u in self._snapshots if u >= update)]
+        self._forget()
+
+    def facts(self) -> dict[str, Any]:
+        """All of it, JSON-able."""
+        return {
+            "cursors": [
+                [update, [c.epoch, c.row, c.offset, c.sample]]
+                for update, c in self._cursors.items()
+            ],
+            "snapshots": list(self._snapshots),
+        }
+
+    def restore(self, facts: Mapping[str, Any], saved: int) -> None:
+        """Take over what `facts` gave another process; checkpoints under way there are lost."""
+        self._cursors = {
+            update: Cursor(epoch=epoch, row=row, offset=offset, sample=sample)
+            for update, (epoch, row, offset, sample) in facts["cursors"]
+        }
+        self._snapshots = list(facts["snapshots"])
+        self._saved = saved
+
+    def _forget(self) -> None:
+        recent = sorted(self._cursors)[-NUM_RECENT:]
+        keep = {self._saved, *self._saving, *self._snapshots, *recent}
+        self._cursors = {u: c for u, c in self._cursors.items() if u in keep}
