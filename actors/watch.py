@@ -15,13 +15,13 @@ K = TypeVar("K")
 
 
 class Standing(NamedTuple):
-    """Where a stage stands in a segment: the index of its action at hand, and for whose message it
-    waits (a stage, or `schedule.culprit.LOADER`), if it does.
+    """Where a stage stands in a segment: how many of its actions are done, and for whose message it
+    waits (a stage's, or `schedule.culprit.LOADER`'s), if it does.
     """
 
     generation: int
     segment: int
-    index: int
+    done: int
     waits_for: int | None = None
 
 
@@ -49,6 +49,7 @@ class Watch(Generic[K]):
         self._moved: dict[str, float] = {}
         self._marks: dict[WorkerId, Mark] = {}
         self._standings: dict[WorkerId, Standing] = {}
+        self._changed: dict[WorkerId, float] = {}
 
     def begin(self, call: K, line: str, limit_s: float, now: float) -> None:
         """A call was sent; its line may stand still for `limit_s`."""
@@ -65,8 +66,10 @@ class Watch(Generic[K]):
 
     def forget(self, worker: WorkerId) -> None:
         """The worker is gone."""
-        self._marks.pop(worker, None)
-        self._standings.pop(worker, None)
+        for known in (self._marks, self._standings, self._changed):
+            known.pop(worker, None)
+        for line in [line for line in self._moved if line.split()[0] == worker]:
+            del self._moved[line]  # of this worker alone, like its control calls
 
     def latest(self, worker: WorkerId) -> Mark | None:
         """What the worker said last."""
@@ -76,7 +79,7 @@ class Watch(Generic[K]):
         """A worker of the line says how far it is."""
         before = self._marks.get(worker)
         if before is None or before.at != mark.at:
-            self._moved[line] = now
+            self._moved[line] = self._changed[worker] = now
         self._marks[worker] = mark
         if mark.standing is not None:
             self._standings[worker] = mark.standing
@@ -89,6 +92,10 @@ class Watch(Generic[K]):
     def standing(self, worker: WorkerId) -> Standing | None:
         """Where the worker was in the newest segment of which it said so."""
         return self._standings.get(worker)
+
+    def still_s(self, worker: WorkerId, now: float) -> float:
+        """For how long the worker has said the same."""
+        return now - self._changed.get(worker, now)
 
     def overdue(self, now: float) -> dict[K, float]:
         """Calls whose lines stand still beyond their limits, and for how long they do."""
