@@ -121,7 +121,7 @@ class Staff:
     def ask(self, reason: str) -> list[do.Instruction]:
         """Say how many workers to have, when that or the number of those that live has changed."""
         number = self.wanted + len(self.members.leaving)
-        if self._budgets["idle"].exhausted:
+        if self._budgets["idle"].exhausted and self.enough:
             number = min(number, len(self.members.nodes))
             reason = "new workers were lost before they were of use: no more until training goes on"
         if number == self._asked and not self._recount:
