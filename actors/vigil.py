@@ -24,7 +24,7 @@ class Call(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standstill:
-    """Work that has stood still for too long, and whose it is.
+    """Work that has stood still for `still_s` seconds, and whose it is.
 
     `wedged`: the first of `workers` holds up all others, as the schedule says, and another one in
     its place would help. Otherwise these are the workers whose calls do not return.
@@ -32,28 +32,32 @@ class Standstill:
 
     workers: tuple[WorkerId, ...]
     reason: str
+    still_s: float
     wedged: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _HandedOut:
-    """A segment, the calls by which its stages were given it, and which of them have returned."""
+    """A segment, who works on each stage, and who has reported."""
 
     segment: Segment
-    calls: tuple[Call, ...]
+    workers: tuple[WorkerId, ...]
     loader: WorkerId
-    open: set[Call]
-    reported: set[Call] = field(default_factory=set)
+    reported: set[WorkerId] = field(default_factory=set)
+
+    @property
+    def missing(self) -> list[WorkerId]:
+        return [worker for worker in self.workers if worker not in self.reported]
 
     def culprits(self, watch: Watch[Call]) -> list[WorkerId]:
         """Who holds up the others, the first cause first."""
         at = self.segment.generation, self.segment.index
         progress: list[int] = []
         waiting: dict[int, int] = {}
-        for stage, call in enumerate(self.calls):
-            standing = watch.standing(call.worker)
+        for stage, worker in enumerate(self.workers):
+            standing = watch.standing(worker)
             place = None if standing is None else (standing.generation, standing.segment)
-            if call in self.reported or (place is not None and place > at):
+            if worker in self.reported or (place is not None and place > at):
                 progress.append(len(self.segment.actions[stage]))
             elif standing is None or place != at:
                 progress.append(0)
@@ -62,8 +66,7 @@ class _HandedOut:
                 if standing.waits_for is not None:
                     waiting[stage] = standing.waits_for
         found = find_culprits(self.segment.actions, progress, waiting)
-        named = [self.loader if s == LOADER else self.calls[s].worker for s in found]
-        return named or [call.worker for call in self.calls if call in self.open]
+        return [self.loader if s == LOADER else self.workers[s] for s in found] or self.missing
 
 
 class Vigil:
@@ -82,7 +85,7 @@ class Vigil:
     """
 
     def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic) -> None:
-        stall_s = config.elastic.stall_limit_s
+        self.stall_s = stall_s = config.elastic.stall_limit_s
         self.lease_s = min(config.elastic.lease_limit_s, stall_s)
         self.poll_s = self.lease_s / (2 * ASKS_PER_LIMIT)
         self.start_limit_s = config.cluster.start_timeout_s + stall_s
@@ -111,15 +114,12 @@ class Vigil:
         """The call has come back, with a result or an error."""
         self._watch.end(call, self._clock())
         self._pulse.seen(call.worker, self._clock())
-        for given in self._handed_out:
-            if call in given.open:
-                given.reported.add(call)
-        self._closed(call)
+        self._started(call)
 
     def dropped(self, call: Call) -> None:
         """Nobody waits for this call any more. Not for questions: their answers are the pulse."""
         self._watch.drop(call)
-        self._closed(call)
+        self._started(call)
 
     def asked(self, call: Call, limit_s: float | None = None) -> None:
         """A call was sent that its worker answers at once, whatever else it does."""
@@ -136,10 +136,21 @@ class Vigil:
         if line != worker:
             self._lease(worker)
 
-    def handed_out(self, segment: Segment, calls: Sequence[Call], loader: WorkerId) -> None:
-        """A segment was given to its stages by these calls, which were `sent`."""
-        self._handed_out = [given for given in self._handed_out if given.open]
-        self._handed_out.append(_HandedOut(segment, tuple(calls), loader, set(calls)))
+    def handed_out(self, segment: Segment, workers: Sequence[WorkerId], loader: WorkerId) -> None:
+        """A segment was given to these workers, in the order of its stages."""
+        self._handed_out.append(_HandedOut(segment, tuple(workers), loader))
+
+    def reported(self, segment: Segment, worker: WorkerId) -> None:
+        """A worker has done its part of a segment."""
+        for given in self._handed_out:
+            if given.segment is segment:
+                given.reported.add(worker)
+        self._handed_out = [given for given in self._handed_out if given.missing]
+
+    def ended(self, generation: int) -> None:
+        """This generation is over, and all before it: nobody works on their segments any more."""
+        newer = [given for given in self._handed_out if given.segment.generation > generation]
+        self._handed_out = newer
 
     def due(self) -> set[WorkerId]:
         """Whom to ask now."""
@@ -176,27 +187,24 @@ class Vigil:
         if not overdue:
             return None
         still_s = max(overdue.values())
-        for given in self._handed_out:
-            if given.open & overdue.keys():
-                return self._standstill(given.culprits(self._watch), still_s, name, wedged=True)
         workers = list(dict.fromkeys(call.worker for call in overdue))
+        for given in self._handed_out:
+            if not set(workers).isdisjoint(given.workers):
+                return self._standstill(given.culprits(self._watch), still_s, name, wedged=True)
         return self._standstill(workers, still_s, name, wedged=False)
 
-    def blame(self, call: Call, name: Callable[[WorkerId], str]) -> Standstill | None:
-        """Who is to blame that a stage gave up waiting for a message; None if nobody is known.
+    def blame(self, name: Callable[[WorkerId], str]) -> Standstill | None:
+        """Who holds up the oldest segment that is out, when somebody gave up waiting; None: there
+        is none. `still_s` is for how long that worker has not moved.
 
         Args:
-            call: by which that stage was given its segment, and which has returned with the error.
             name: a worker in words.
         """
-        for given in self._handed_out:
-            if call in given.calls:
-                given.reported.discard(call)
-                culprits = given.culprits(self._watch)
-                if culprits:
-                    still_s = self._watch.still_s(culprits[0], self._clock())
-                    return self._standstill(culprits, still_s, name, wedged=True)
-        return None
+        if not self._handed_out:
+            return None
+        culprits = self._handed_out[0].culprits(self._watch)
+        still_s = self._watch.still_s(culprits[0], self._clock())
+        return self._standstill(culprits, still_s, name, wedged=True)
 
     def forget(self, worker: WorkerId) -> None:
         """A worker is gone, or dismissed."""
@@ -212,9 +220,7 @@ class Vigil:
             self._starting.pop(worker)
             self._lease(worker)
 
-    def _closed(self, call: Call) -> None:
-        for given in self._handed_out:
-            given.open.discard(call)
+    def _started(self, call: Call) -> None:
         calls = self._starting.get(call.worker, set())
         if call in calls:
             calls.discard(call)
@@ -245,4 +251,4 @@ class Vigil:
             f"no progress for {still_s:.0f} s: {'; '.join(places)}. Does the storage "
             "answer, does a layer hang? elastic.stall_limit_s sets the limit"
         )
-        return Standstill(workers=tuple(workers), reason=reason, wedged=wedged)
+        return Standstill(workers=tuple(workers), reason=reason, still_s=still_s, wedged=wedged)
