@@ -8,8 +8,7 @@ import os
 import queue
 import time
 import traceback
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,10 +16,11 @@ from elastic_trainer.actors.calls import Calls, Wait
 from elastic_trainer.actors.departures import Departures
 from elastic_trainer.actors.executor import Executor
 from elastic_trainer.actors.faults import full_name, one_line
-from elastic_trainer.actors.journal import RunJournal
+from elastic_trainer.actors.handles import StageHandle
+from elastic_trainer.actors.journal import RunJournal, result_from
 from elastic_trainer.actors.judge import Judge
 from elastic_trainer.actors.orders import Orders
-from elastic_trainer.actors.pending import wait_any
+from elastic_trainer.actors.pending import Pending, wait_any
 from elastic_trainer.actors.priority import yield_to_compute
 from elastic_trainer.actors.recorder import Recorder
 from elastic_trainer.actors.requests import Requests
@@ -33,7 +33,7 @@ from elastic_trainer.actors.workers import Crew
 from elastic_trainer.config import Config, fewest_workers, fixed_stages
 from elastic_trainer.elastic import events as ev
 from elastic_trainer.elastic import instructions as do
-from elastic_trainer.elastic.state import Goal, State
+from elastic_trainer.elastic.state import Goal, Phase, State
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.schedule.build import is_asynchronous
 from elastic_trainer.types import RunResult, WorkerId
@@ -41,6 +41,7 @@ from elastic_trainer.types import RunResult, WorkerId
 SETTLE_S = 5.0  # how long the end waits for a storage's answer to say which checkpoint is newest
 POLL_S = 0.5  # how soon a request is seen while nothing else happens
 CLOSE_S = 5.0  # how long actors may take to close
+ANY_NUMBER = 1 << 30  # of layers, while nobody knows
 
 
 class Coordinator:
@@ -67,39 +68,40 @@ class Coordinator:
             site: the cluster, if not the one that this process is connected to.
             wait: blocks until some calls are ready.
         """
+        self.run_name = run
         self.config = config
         self.journal = RunJournal(run_dir, start["launch"])
-        goes_on = self.journal.found is not None
-        first = start["update"]
-        self.state = State(goal_of(config, start))
+        self._start = start
+        self._goes_on = self.journal.found is not None
+        self._facts: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
+        report = self._facts.put
+        goal = goal_of(config, start)
+        first, goes_on = start["update"], self._goes_on
+        site = site or RaySite(config, run_dir, start["launch"])
+        self.state = State(goal)
         self.recorder = Recorder(run, config, run_dir, first, goes_on=goes_on)
         self.saving = Saving(config, run_dir, first, start["cursor"], goes_on=goes_on)
         self.vigil = Vigil(config)
         self.calls = Calls(self.vigil, self._failed, wait)
-        site = site or RaySite(config, run_dir, start["launch"])
-        self.crew = Crew(
-            config, site, self.calls, self.vigil.start_limit_s, self._joined, self._keep
-        )
-        self._facts: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
-        report = self._facts.put
-        self.judge = Judge(self, self.crew, self.vigil, report, self._trace)
-        self.orders = Orders(
-            config, self.calls, self.crew, self.vigil, self.saving, self.recorder, report
-        )
-        self.executor = Executor(
+        self.crew = Crew(config, site, self.calls, self.vigil.start_limit_s, self)
+        self.judge = Judge(self, self.crew, self.vigil, report)
+        parts = self.calls, self.crew, self.vigil, self.saving, self.recorder
+        self.orders = Orders(config, *parts, report)
+        self.executor = Executor(config, start, *parts, self.orders, report)
+        self.departures = Departures(site, self.crew, report)
+        self.requests = Requests(self, config, site, self.crew, self.departures, report)
+        self.succession = Succession(
             config,
-            start,
+            self.journal,
+            goal,
             self.calls,
             self.crew,
-            self.vigil,
             self.saving,
             self.recorder,
-            self.orders,
-            report,
+            self.departures,
+            self.executor,
+            self.vigil.lease_s,
         )
-        self.departures = Departures(site, self.crew, report)
-        self.requests = Requests(config, site, self)
-        self.succession = Succession(self)
         self._turned = time.monotonic()
         self._summary: RunResult | None = None
 
@@ -124,11 +126,11 @@ class Coordinator:
     def run(self) -> RunResult:
         """Train to the end. Never raises for a failure of the run: the summary says so."""
         yield_to_compute()
-        if (ended := self.succession.ended()) is not None:
+        found = self.journal.found
+        if found is not None and (ended := result_from(found["result"])) is not None:
             return ended
         try:
-            self.recorder.begin()
-            self._execute(self.succession.begin())
+            self._begin()
             while self._summary is None:
                 self._step()
         except Exception as error:  # whatever it is, the run must end recorded
@@ -138,5 +140,218 @@ class Coordinator:
             self.saving.close(self.config.elastic.stall_limit_s)
         assert self._summary is not None
         self.recorder.finish(self._summary)
-        self.succession.end(self._summary)
+        self.succession.keep(self.state, self._summary)
         return self._summary
+
+    def _begin(self) -> None:
+        self.recorder.begin()
+        if self._goes_on:
+            self.state = self.succession.take_over(self.judge.look)
+            self._forget_joins_and_losses()
+        else:
+            self.crew.clear_away()
+        self.crew.start_loader()
+        self._execute(self.state.start())
+
+    def _forget_joins_and_losses(self) -> None:
+        """Those of workers that were looked for: the state knows who was found."""
+        kept = []
+        while not self._facts.empty():
+            fact = self._facts.get()
+            if not isinstance(fact, ev.WorkerJoined | ev.WorkerLost):
+                kept.append(fact)
+        for fact in kept:
+            self._facts.put(fact)
+
+    def _step(self) -> None:
+        """Collect facts, decide, act."""
+        self._turned = time.monotonic()
+        poll_s = min(POLL_S, self.vigil.poll_s) / (10 if self.saving.busy else 1)
+        if len(self.calls):
+            self.calls.collect(poll_s)
+        else:
+            time.sleep(poll_s / 10)  # nobody is there, and no room is asked for
+        self.saving.deliver()
+        self._ask()
+        self.judge.look()
+        self.crew.tick()
+        self.departures.look()
+        if self.state.phase is Phase.STARTING and (trouble := self.crew.missing_room()):
+            self.judge.hopeless(str(trouble))
+        self._facts.put(ev.Tick())
+        while self._summary is None and not self._facts.empty():
+            self._decide(self._facts.get())
+        self._show()
+        self.succession.keep(self.state)
+
+    def _ask(self) -> None:
+        """Ask every actor now and then how far it is."""
+        due = self.vigil.due()
+        generation, committed = self.state.generation, self.state.committed
+        for member in self.crew.members():
+            if member.worker not in due:
+                continue
+            told = partial(self._told, member.worker, member.line)
+            if isinstance(member, StageHandle):
+                stored = self.orders.snapshots.stored
+                self.calls.ask(member.ping(generation, stored, committed), told)
+            else:
+                self.calls.ask(member.ping(), told)
+
+    def _told(self, worker: WorkerId, line: str, mark: Mark) -> None:
+        self.vigil.told(worker, line, mark)
+        self.orders.snapshots.told(worker, mark.snapshot_update)
+
+    def _decide(self, event: ev.Event) -> None:
+        match event:
+            case ev.ScaleRequested(min_workers=fewest, max_workers=most):
+                self.succession.limits = fewest, most
+                self.recorder.limits(fewest, most)
+            case ev.SnapshotStored(update=update):
+                self.saving.positions.stored(update)
+        self._execute(self.state.handle(event, time.monotonic()))
+
+    def _execute(self, instructions: list[do.Instruction]) -> None:
+        numbers = [getattr(i, "generation", 0) for i in instructions]
+        self.succession.highest = max([self.succession.highest, *numbers])
+        if instructions:
+            self.succession.keep(self.state)  # before anybody hears of it
+        for instruction in instructions:
+            self._turned = time.monotonic()
+            self.recorder.instruction(instruction)
+            if isinstance(instruction, do.Finish):
+                self._finish(instruction.status, instruction.update, instruction.reason)
+                continue
+            try:
+                self.executor.carry_out(instruction)
+            except ElasticTrainerError as error:
+                self.judge.hopeless(str(error))
+                return
+
+    def _show(self) -> None:
+        held = {s.worker: s.stage for s in self.executor.plan.stages} if self.executor.plan else {}
+        leaving = set(self.state.draining)
+        known = self.crew.descriptions
+        facts = {}
+        for worker in self.crew.stages:
+            state = "running" if worker in held else "idle"
+            state = "leaving" if worker in leaving else state
+            facts[worker] = {
+                "node": known[worker]["node_ip"] if worker in known else "",
+                "stage": held.get(worker),
+                "state": state if worker in known else "starting",
+            }
+        self.recorder.members(facts, self.crew.num_pending)
+        self.recorder.heartbeat(self.state)
+
+    # What the parts need to know of the run, and tell it.
+
+    @property
+    def generation(self) -> int:
+        return self.state.generation
+
+    @property
+    def taking_stock(self) -> bool:
+        return self.executor.taking_stock
+
+    @property
+    def has_trained(self) -> bool:
+        return self._goes_on or self.orders.num_segments > 0
+
+    @property
+    def is_ending(self) -> bool:
+        return self.state.done or self.state.phase is Phase.FINISHING
+
+    @property
+    def num_layers(self) -> int | None:
+        plan = self.executor.plan
+        given: int | None = self._start["num_layers"]
+        return given if plan is None else len(plan.layers)
+
+    def name(self, worker: WorkerId) -> str:
+        """A worker in words."""
+        node = self.crew.descriptions.get(worker, {}).get("node_ip")
+        return full_name(worker, self.executor.plan, node)
+
+    def starting(self) -> None:
+        """A worker is about to be started under a new name."""
+        self.succession.keep(self.state)
+
+    def joined(self, worker: WorkerId) -> None:
+        """An actor has described itself."""
+        self.vigil.answered(worker)
+        if worker not in self.crew.stages:
+            self.executor.loader_joined()
+            return
+        description = self.crew.descriptions[worker]
+        self.recorder.joined(worker, description)
+        self._facts.put(ev.WorkerJoined(worker=worker, node=description["node_ip"]))
+        self.departures.joined(worker)
+
+    def lost(self, worker: WorkerId, name: str, detail: str, cause: ev.Cause) -> None:
+        """A worker is gone; `name` is what it was called in words."""
+        self.recorder.lost(name, detail, cause)
+        self._facts.put(ev.WorkerLost(worker=worker, detail=detail, cause=cause))
+        self.executor.lost(worker)
+
+    def loader_lost(self, detail: str) -> None:
+        """The loader is gone; another one takes its place."""
+        self.recorder.lost("the loader", detail, ev.Cause.CRASHED)
+        self.crew.start_loader()
+        self._facts.put(ev.LoaderLost(detail=detail))
+
+    def trace(self, text: str) -> None:
+        """A fault that nobody raised on purpose."""
+        self.recorder.event("traceback", text)
+
+    def _failed(self, call: Pending[Any], generation: int | None, error: Exception) -> None:
+        self.judge.failed(call, generation, error)
+
+    # The end.
+
+    def _finish(self, status: str, update: int, reason: str) -> None:
+        # A commit may be under way; it counts if it is quick.
+        self.saving.deliver(min(SETTLE_S, self.config.elastic.stall_limit_s))
+        newest = self.saving.newest
+        # One that could not be restored is no good checkpoint.
+        if status == "failed" and newest is not None and self.has_trained:
+            line, *picture = reason.splitlines()
+            line += f". Last good checkpoint: update {newest.update} at {newest.path}"
+            reason = "\n".join([line, *picture])
+        self._summary = self.recorder.result(
+            status, reason, update, newest.path if newest else None
+        )
+
+    def _crash(self, error: Exception) -> None:
+        """A fault of the coordinator itself: recorded like any other end."""
+        self.trace(traceback.format_exc())
+        ours = isinstance(error, ElasticTrainerError)
+        reason = str(error) if ours else f"coordinator (pid {os.getpid()}): {one_line(error)}"
+        self._finish("failed", self.state.committed, reason)
+
+
+def goal_of(config: Config, start: Mapping[str, Any]) -> Goal:
+    """What the elastic core is to reach.
+
+    Args:
+        config: the resolved configuration.
+        start: as the coordinator is given it.
+    """
+    train, elastic = config.train, config.elastic
+    stages = fixed_stages(config) or start["num_layers"]
+    return Goal(
+        min_workers=fewest_workers(config),
+        max_workers=config.cluster.num_workers,
+        num_spares=elastic.num_spares,
+        max_layers=ANY_NUMBER if stages is None else stages,
+        max_steps=train.max_steps,
+        eval_steps=train.eval_steps if train.eval_batches else 0,
+        save_steps=config.checkpoint.every_steps,
+        start_update=start["update"],
+        final_eval=train.eval_batches > 0,
+        max_failures=elastic.max_failures,
+        max_preemptions=elastic.max_preemptions,
+        refill_updates=elastic.refill_updates,
+        snapshot_every=elastic.snapshot_every,
+        grid=is_asynchronous(config.pipeline.schedule),
+    )

@@ -45,7 +45,9 @@ class Run(Protocol):
     @property
     def has_trained(self) -> bool: ...
     def name(self, worker: WorkerId) -> str: ...
-    def replace_loader(self) -> None: ...
+    def lost(self, worker: WorkerId, name: str, detail: str, cause: ev.Cause) -> None: ...
+    def loader_lost(self, detail: str) -> None: ...
+    def trace(self, text: str) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,6 @@ class Judge:
         crew: parts with lost workers.
         vigil: knows who is silent, and who holds up the others.
         report: takes facts.
-        trace: takes tracebacks of faults that nobody raised on purpose.
     """
 
     def __init__(
@@ -74,14 +75,12 @@ class Judge:
         crew: Losses,
         vigil: Vigil,
         report: Callable[[ev.Event], None],
-        trace: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run = run
         self._crew = crew
         self._vigil = vigil
         self._report = report
-        self._trace = trace
         self._clock = clock
         self._complaints: list[_Complaint] = []
 
@@ -110,19 +109,19 @@ class Judge:
         elif isinstance(error, ElasticTrainerError):
             self.hopeless(str(error))
         else:  # a fault of ours, or of the user's model: show where
-            self._trace(str(error))
+            self._run.trace(str(error))
             self.hopeless(one_line(error, self._run.name(call.worker)))
 
     def lost(self, worker: WorkerId, detail: str, cause: ev.Cause) -> None:
         """A worker, or the loader, is dead, or is treated as if it were."""
         is_loader = self._crew.loader is not None and worker == self._crew.loader.worker
+        name = self._run.name(worker)
         if not self._crew.lose(worker, detail):
             return  # known already, or dismissed
         if is_loader:
-            self._run.replace_loader()
-            self._report(ev.LoaderLost(detail=f"{worker}: {detail}"))
+            self._run.loader_lost(detail)
         else:
-            self._report(ev.WorkerLost(worker=worker, detail=detail, cause=cause))
+            self._run.lost(worker, name, detail, cause)
 
     def hopeless(self, reason: str) -> None:
         """Something has gone wrong that other workers would not change."""

@@ -2,12 +2,13 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
 
-from elastic_trainer.config import Config, to_yaml
+from elastic_trainer.config import Config, fewest_workers, to_yaml
 from elastic_trainer.elastic.instructions import Instruction
 from elastic_trainer.elastic.state import Phase, State
 from elastic_trainer.observability.lines import full_disk_tolerated
@@ -24,52 +25,84 @@ from elastic_trainer.version import __version__
 HEARTBEAT_S = 5.0  # how often the status is written while nothing changes
 TEXT_FORMATS = ("text", "tokens")  # elsewhere e to the power of the loss means nothing
 MODALITIES = {"columns": "tensor", "synthetic": "synthetic"}
+WORKER_STATES = ("starting", "running", "idle", "leaving")
 ROUTINE = ("RunSegment",)  # instructions too frequent for the log of events
 STATE_NAMES = {
     Phase.STARTING: "starting",
     Phase.PLANNING: "starting",
-    Phase.RESTORING: "starting",
+    Phase.RESTORING: "recovering",  # "starting" until something has been trained
     Phase.RUNNING: "running",
+    Phase.DRAINING: "running",
+    Phase.RECOVERING: "recovering",
+    Phase.WAITING: "waiting",
     Phase.FINISHING: "stopping",
 }
 
 
 class Recorder:
-    """The run's record and metrics, fed by the coordinator."""
+    """The run's record and metrics, fed by the coordinator.
 
-    def __init__(self, run: str, config: Config, run_dir: str, start_update: int) -> None:
+    Args:
+        run: name of the run.
+        config: the resolved configuration.
+        run_dir: folder of the run.
+        start_update: where the run starts; what is recorded of later updates is dropped.
+        goes_on: whether this coordinator takes the place of one that died: nothing is dropped.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        config: Config,
+        run_dir: str,
+        start_update: int,
+        *,
+        goes_on: bool = False,
+    ) -> None:
         self.config = config
         self._run, self._run_dir = run, run_dir
         self.record = RunRecord(run_dir)
-        self.record.truncate_after(start_update)
+        if not goes_on:
+            self.record.truncate_after(start_update)
         self.metrics = RunMetrics(run, version=__version__)
         self._previous_end: float | None = None
         self._line: dict[str, Any] = {}
         self._eval_loss: float | None = None
         self._beat = 0.0
         self._shown: tuple[str | None, str] = (None, "")
-        self._joined = 0
+        self._members: dict[str, Any] = {}
         self._resumed = start_update > 0
+        self._goes_on = self._has_trained = goes_on
+        self._counted = start_update  # updates up to here are in the counters
 
     def begin(self) -> None:
-        """The run starts: configuration, metrics server, targets."""
+        """The run starts, or goes on: configuration, metrics server, targets."""
         self.record.write_config(to_yaml(self.config))
         address = None
         if self.config.metrics.enabled:
             host, port = self.metrics.serve(self.config.metrics.host, self.config.metrics.port)
             write_targets(self.record.path / TARGETS_FILE, (host, port), self._run)
             address = f"{host}:{port}"
+        facts = {
+            "metrics_address": address,
+            "ray_address": ray.get_runtime_context().gcs_address,
+        }
+        if self._goes_on:
+            self.record.write_status({**facts, "state": "recovering"})
+            self.event("start", "another coordinator has taken over")
+            return
         self.record.write_status(
             {
+                **facts,
                 "state": "starting",
                 "reason": "",
                 "warning": None,
                 "generation": None,
                 "total_updates": self.config.train.max_steps,
-                "metrics_address": address,
-                "ray_address": ray.get_runtime_context().gcs_address,
                 "started_at": time.time(),
                 "num_workers": self.config.cluster.num_workers,
+                "min_workers": fewest_workers(self.config),
+                "workers": {},
             }
         )
         self.event("start", f"run {self._run} starts")
@@ -87,21 +120,43 @@ class Recorder:
     def joined(self, worker: str, description: Mapping[str, Any]) -> None:
         """A worker has started."""
         facts = {k: description[k] for k in ("node_ip", "pid", "device_class")}
-        self._joined += 1
-        waiting = self.config.cluster.num_workers - self._joined
-        self.metrics.observe_workers({"starting": waiting, "running": self._joined})
         self.event("worker", f"{worker} joined", worker=worker, **facts)
 
-    def planned(self, plan: Plan) -> None:
-        """A plan is put into force."""
+    def lost(self, worker: str, detail: str, cause: str) -> None:
+        """A worker has been lost; `worker` is its name in words."""
+        self.event("lost", f"{worker} was lost: {detail}", cause=cause)
+
+    def members(self, facts: Mapping[str, Mapping[str, Any]], num_pending: int) -> None:
+        """Who is there, with node, stage and state, and how many rooms are asked for."""
+        shown = {"workers": {w: dict(f) for w, f in facts.items()}, "pending_workers": num_pending}
+        if shown == self._members:
+            return
+        self._members = shown
+        states = Counter(f["state"] for f in facts.values())
+        self.metrics.observe_workers(
+            {"pending": num_pending, **{state: states[state] for state in WORKER_STATES}}
+        )
+        self.record.write_status(shown)
+
+    def limits(self, fewest: int, most: int) -> None:
+        """Somebody has changed how many workers there are to be."""
+        self.record.write_status({"min_workers": fewest, "num_workers": most})
+
+    def planned(self, plan: Plan, update: int, reason: str) -> None:
+        """A plan is put into force, from the state after `update`: later lines are void."""
+        self.record.truncate_after(update)
+        self._previous_end = None
         self.record.write_plan(plan)
-        reason = "resume" if self._resumed else "start"
-        self.metrics.observe_plan(plan, self.config.train.max_steps, reason)
+        cause = "resume" if self._resumed else "start"
+        if plan.generation > 1:
+            cause = "membership"
+        self.metrics.observe_plan(plan, self.config.train.max_steps, cause)
         self.record.write_status({"generation": plan.generation})
-        self.event("plan", "; ".join(plan.reasons), generation=plan.generation)
+        self.event("plan", "; ".join((reason, *plan.reasons)), generation=plan.generation)
 
     def segment(self, segment: Segment, reports: Sequence[StageReport], plan: Plan) -> None:
         """A committed segment: a line per update."""
+        self._has_trained = True
         begin = min(r.updates[-1].finished_at - r.wall_s for r in reports)
         previous = max(self._previous_end or begin, begin - 1.0)
         for batch, *of_stages in zip(segment.batches, *(r.updates for r in reports), strict=True):
@@ -125,8 +180,9 @@ class Recorder:
                 "segment": segment.index,
                 "generation": segment.generation,
             }
-            self.record.append_update(self._line)
-            self.metrics.observe_update(self._line)
+            self.record.append_update(self._line, [m.sample_ids for m in batch.microbatches])
+            self.metrics.observe_update(self._line, again=batch.update <= self._counted)
+            self._counted = max(self._counted, batch.update)
         self._previous_end = previous
         self.metrics.observe_segment(reports)
         self._write_progress(reports, plan)
@@ -160,11 +216,29 @@ class Recorder:
         """Where the run stands, now and then."""
         now = time.monotonic()
         name = STATE_NAMES.get(state.phase)
+        if state.phase is Phase.RESTORING and not self._has_trained:
+            name = "starting"
         shown = (name, state.reason)
         if name is None or (now - self._beat < HEARTBEAT_S and shown == self._shown):
             return
         self._beat, self._shown = now, shown
         self.record.write_status({"state": name, "reason": state.reason, "update": state.committed})
+
+    def facts(self) -> dict[str, Any]:
+        """What another coordinator must know to go on recording, JSON-able."""
+        return {
+            "counted": self._counted,
+            "eval_loss": self._eval_loss,
+            "line": self._line,
+            "metrics": self.metrics.state(),
+        }
+
+    def restore(self, facts: Mapping[str, Any]) -> None:
+        """Go on where another coordinator's `facts` were taken."""
+        self._counted = facts["counted"]
+        self._eval_loss = facts["eval_loss"]
+        self._line = dict(facts["line"])
+        self.metrics.restore(facts["metrics"])
 
     def result(self, status: str, reason: str, update: int, checkpoint: str | None) -> RunResult:
         """How the run ended."""
@@ -191,6 +265,7 @@ class Recorder:
                 "update": result.update,
                 "checkpoint": result.checkpoint,
                 "metrics_address": None,
+                "workers": {},
             }
         )
         self.event("end", f"{result.status}: {result.reason}", update=result.update)

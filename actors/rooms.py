@@ -8,9 +8,9 @@ import secrets
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ray._raylet import PlacementGroupID
 from ray.util.placement_group import (
     PlacementGroup,
-    PlacementGroupID,
     placement_group,
     placement_group_table,
     remove_placement_group,

@@ -75,7 +75,7 @@ class RaySite:
 
     def draining(self) -> Mapping[str, float | None]:
         """Ids of nodes that Ray was told to drain: time by which they go, None if not said."""
-        found = ray_state.get_draining_nodes()  # type: ignore[no-untyped-call]
+        found = ray_state.get_draining_nodes()
         return {node: ms / 1000 if ms else None for node, ms in found.items()}
 
     def ask_room(self, resources: Resources, avoid: Collection[str]) -> Room:

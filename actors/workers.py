@@ -3,10 +3,10 @@
 import logging
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from elastic_trainer.actors.calls import Calls
 from elastic_trainer.actors.handles import LoaderHandle, StageHandle
@@ -31,6 +31,13 @@ class Berth:
     node_id: str
 
 
+class Run(Protocol):
+    """The run that the crew works for."""
+
+    def starting(self) -> None: ...
+    def joined(self, worker: WorkerId) -> None: ...
+
+
 class Crew:
     """The actors of one run: stage workers, spares and newcomers among them, and the loader.
 
@@ -39,7 +46,7 @@ class Crew:
         site: the cluster.
         calls: where their answers are awaited.
         start_limit_s: how long a started actor may take until it answers.
-        joined: called with the name of each actor that has described itself.
+        run: told who starts and joins.
     """
 
     def __init__(
@@ -48,7 +55,7 @@ class Crew:
         site: Site,
         calls: Calls,
         start_limit_s: float,
-        joined: Callable[[WorkerId], None],
+        run: Run,
     ) -> None:
         self.config = config
         self.descriptions: dict[WorkerId, Description] = {}
@@ -58,7 +65,7 @@ class Crew:
         self._site = site
         self._calls = calls
         self._start_limit_s = start_limit_s
-        self._joined = joined
+        self._run = run
         self._berths: dict[WorkerId, Berth] = {}
         self._leaving: dict[WorkerId, tuple[Berth, float]] = {}  # and by when they are ended
         self._asked: dict[Any, Room] = {}  # rooms that are not ours yet, by their calls
@@ -207,6 +214,7 @@ class Crew:
             return
         worker = f"stage-{self.next_worker}"
         self.next_worker += 1
+        self._run.starting()
         handle = self._site.start_stage(worker, room)
         self._berths[worker] = Berth(handle=handle, room=room, node_id=node_id)
         self._calls.ask(
@@ -215,7 +223,7 @@ class Crew:
 
     def _described(self, worker: WorkerId, description: Description) -> None:
         self.descriptions[worker] = description
-        self._joined(worker)
+        self._run.joined(worker)
 
     # Going.
 

@@ -1,6 +1,7 @@
 """Start a run, watch it, end it: what stands behind `fit` and `elastic-trainer train`."""
 
 import json
+import secrets
 import signal
 import threading
 import time
@@ -72,7 +73,13 @@ def fit(
 
 
 def _run(launch: Launch, shown: Display) -> RunResult:
-    start = {"update": launch.update, "cursor": launch.cursor, "checkpoint": launch.checkpoint}
+    start = {
+        "update": launch.update,
+        "cursor": launch.cursor,
+        "checkpoint": launch.checkpoint,
+        "launch": secrets.token_hex(8),
+        "num_layers": launch.num_layers,
+    }
     coordinator = CoordinatorHandle.start(
         launch.name,
         launch.config,

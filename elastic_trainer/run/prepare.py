@@ -38,7 +38,10 @@ FAST_DEV_RUN = (  # every part runs once, in seconds
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """A run that may start: all of it has been checked."""
+    """A run that may start: all of it has been checked.
+
+    `num_layers` is None where only the workers can tell.
+    """
 
     config: Config
     name: str
@@ -46,6 +49,7 @@ class Launch:
     update: int
     cursor: Cursor
     checkpoint: str | None
+    num_layers: int | None
     notes: tuple[str, ...]
 
 
@@ -110,7 +114,7 @@ def prepare(
     config = resolve_config(
         source, overrides, workers=workers, address=address, fast_dev_run=fast_dev_run
     )
-    _check_model(config)
+    num_layers = _check_model(config)
     _check_port(config)
     label = config.model.target.rpartition(":")[2] if config.model.target else config.model.name
     name = config.run.name or new_run_name(label, time.time())
@@ -147,6 +151,7 @@ def prepare(
         update=point.manifest.update if point else 0,
         cursor=point.manifest.cursor if point else Cursor(),
         checkpoint=point.store.root if point else None,
+        num_layers=num_layers,
         notes=(*_notes(resume, point), *_warnings(config)),
     )
 
@@ -176,21 +181,24 @@ def _resume_point(store: CheckpointStore, resume: str) -> ResumePoint | None:
     return point
 
 
-def _check_model(config: Config) -> None:
+def _check_model(config: Config) -> int | None:
     """Refuse what the workers would refuse: they start in seconds, this takes none.
+
+    Returns how many layers the model has, None if it is left to the workers.
 
     Left to the workers: modules that may be on a cluster's nodes only, and Hugging Face models,
     whose library takes long to load.
     """
     is_hf = config.model.target is None and config.model.name == "hf"
     if is_hf or resolve_address(config.cluster.address) != "local":
-        return
+        return None
     num_layers, fewest = len(load_model(config).layers), fewest_workers(config)
     if fewest > num_layers:
         raise PlanError(
             f"{fewest} stages, but the model has only {num_layers} layers",
             f"Use at most {num_layers} workers (cluster.num_workers).",
         )
+    return num_layers
 
 
 def _check_port(config: Config) -> None:
