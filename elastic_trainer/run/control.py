@@ -1,9 +1,10 @@
 """Looking at runs, and telling them what to do, from another process."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 
@@ -21,6 +22,7 @@ from elastic_trainer.observability.runs import (
 from elastic_trainer.run.cluster import connect_for_control
 
 ANSWER_S = 30.0
+T = TypeVar("T")
 
 
 def status(run: str | Path) -> dict[str, Any]:
@@ -89,6 +91,18 @@ def drain(run: str | Path, node: str, deadline_s: float | None = None) -> dict[s
 def _told(run: str | Path, call: Callable[[CoordinatorHandle], Pending[Any]]) -> dict[str, Any]:
     """Call a running run's coordinator; the run's status, with what it answers."""
     run_dir = resolve_run(run)
+    with coordinator_of(run_dir) as (coordinator, found):
+        return found | dict(answer(run_dir.name, call(coordinator)) or {})
+
+
+@contextlib.contextmanager
+def coordinator_of(run_dir: Path) -> Iterator[tuple[CoordinatorHandle, dict[str, Any]]]:
+    """The coordinator of a running run, and the run's status; connected to its cluster inside.
+
+    Raises:
+        RunError: the run has ended, or is still starting.
+        ClusterError: its cluster does not answer.
+    """
     found = read_status(run_dir)
     if found["state"] in ENDED or not found["alive"]:
         raise RunError(f"{run_dir.name} is not running: {found['state']}")
@@ -97,12 +111,30 @@ def _told(run: str | Path, call: Callable[[CoordinatorHandle], Pending[Any]]) ->
         raise RunError(f"{run_dir.name} is still starting", "Try again in a few seconds.")
     connect_for_control(address)
     try:
-        answer = call(CoordinatorHandle.find(str(run_dir))).get(ANSWER_S)
-    except (ValueError, TimeoutError, WorkerLostError) as error:
-        raise RunError(
-            f"the coordinator of {run_dir.name} does not answer: {error}",
-            "If it is wedged, end its process; `--resume auto` continues the run.",
-        ) from error
+        try:
+            coordinator = CoordinatorHandle.find(str(run_dir))
+        except ValueError as error:
+            raise _silent(run_dir.name, error) from error
+        yield coordinator, found
     finally:
         ray.shutdown()
-    return found | dict(answer or {})
+
+
+def answer(name: str, pending: Pending[T]) -> T:
+    """What the coordinator of the run of this name answers.
+
+    Raises:
+        RunError: it does not answer.
+        ElasticTrainerError: it refuses.
+    """
+    try:
+        return pending.get(ANSWER_S)
+    except (TimeoutError, WorkerLostError) as error:
+        raise _silent(name, error) from error
+
+
+def _silent(name: str, error: Exception) -> RunError:
+    return RunError(
+        f"the coordinator of {name} does not answer: {error}",
+        "If it is wedged, end its process; `--resume auto` continues the run.",
+    )
