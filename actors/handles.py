@@ -81,7 +81,7 @@ class StageHandle:
                 runtime_env={"env_vars": dict(env)},
                 **_resource_options(resources),
             )
-            .remote(worker, config, private_dir, actor_name(run_dir))
+            .remote(worker, config, private_dir)
         )
         return cls(worker, actor)
 
@@ -102,11 +102,15 @@ class StageHandle:
     def describe(self) -> Pending[Mapping[str, Any]]:
         return self._call("control", "describe")
 
-    def ping(self, generation: int = 0, stored: int = -1) -> Pending[Mark]:
-        """Ask how far it is, and tell that every layer's state after `stored` stands at two places
-        in `generation`: older copies may go. Call it for idle workers, too.
+    def ping(self, generation: int = 0, stored: int = -1, committed: int = -1) -> Pending[Mark]:
+        """Ask how far it is, and tell how far the run is. Call it for idle workers, too.
+
+        Args:
+            generation: what the rest is told of.
+            stored: every layer's state after it stands at two places: older copies may go.
+            committed: all stages hold it: idle workers may drop the layers that they gave away.
         """
-        return self._call("control", "ping", generation, stored)
+        return self._call("control", "ping", generation, stored, committed)
 
     def profile(self, sample: Any) -> Pending[Profile]:
         return self._call("compute", "profile", sample)

@@ -5,27 +5,26 @@ coordinator commits; what it sends is a pure function of that position.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
-from elastic_trainer.actors.links import addresses, make_exchange, open_channels
+from elastic_trainer.actors.fence import Fence
+from elastic_trainer.actors.links import Edges, addresses, open_channels
 from elastic_trainer.actors.priority import yield_to_compute
 from elastic_trainer.actors.watch import Mark
 from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
 from elastic_trainer.data.prefetch import Prefetcher
+from elastic_trainer.data.window import Batch, Fields, Window
 from elastic_trainer.errors import DataError
 from elastic_trainer.schedule.build import is_asynchronous
 from elastic_trainer.transport.channel import Message, Tag
-from elastic_trainer.transport.exchange import Exchange
 from elastic_trainer.types import BatchInfo, Cursor, WorkerId
-
-Fields = Mapping[str, "np.ndarray[Any, Any]"]
-Batch = tuple[BatchInfo, Sequence[Fields]]
 
 
 def update_batch_size(config: Config) -> int:
@@ -44,10 +43,11 @@ class Loader:
         self.worker = worker
         self.config = config
         self._channels = open_channels(worker, config, private_dir, torch.device("cpu"))
-        self._exchange: Exchange | None = None
+        self._edges = Edges(self._channels, "loader")
+        self._fence = Fence(worker)
         self._routes: Mapping[str, Sequence[WorkerId]] = {}
-        self._generation = 0
-        self._stream: Prefetcher[Batch] | None = None
+        self._ahead: Prefetcher[Batch] | None = None
+        self._window: Window | None = None
         self._eval_cache: list[Batch] | None = None
         self._mark = Mark((0, 0), "its start")
 
@@ -75,47 +75,67 @@ class Loader:
     ) -> None:
         """Serve these peers from `cursor` on; `routes` says which field goes to whom."""
         self._at("configuring")
-        self._exchange = make_exchange(self._channels, "loader", peers)
-        self._exchange.advance(generation)
-        self._routes, self._generation = routes, generation
-        if self._stream is not None:
-            self._stream.close()
-        self._stream = Prefetcher(
+        self._fence.enter(generation, lambda: self._begin(generation))
+        self._edges.connect(peers)
+        self._routes = routes
+        ahead = self._ahead
+        if ahead is not None and not ahead.failed and self._window is not None:
+            if self._window.seek(cursor):
+                return
+        if ahead is not None:
+            ahead.close(wait_s=0)  # the storage may hang: nobody waits for it here
+        self._ahead = Prefetcher(
             self._open(cursor),
             self.config.data.prefetch_updates,
             self.config.elastic.stall_limit_s,
         )
+        self._window = Window(self._ahead, cursor)
 
-    def prepare(self, first_update: int, num_updates: int) -> list[BatchInfo]:
+    def abort(self, generation: int, reason: str) -> None:
+        """End what goes on for `generation` or an older one at once."""
+        self._fence.end(generation, reason, self._interrupt)
+
+    def prepare(self, generation: int, first_update: int, num_updates: int) -> list[BatchInfo]:
         """Send the next batches to the stages; fewer than asked when the last epoch ends."""
-        assert self._stream is not None, "configure comes first"
+        assert self._window is not None, "configure comes first"
         infos: list[BatchInfo] = []
         for update in range(first_update, first_update + num_updates):
+            self._fence.check(generation)
             self._at(f"the batch of update {update}")
-            batch = next(self._stream, None)
+            batch = next(self._window, None)
             if batch is None:
                 break
             info = _numbered(batch[0], update)
-            self._send("D", update, batch[1])
+            self._send(Tag(generation, "D", update, 0), batch[1])
             infos.append(info)
         return infos
 
-    def prepare_eval(self, first_key: int) -> list[BatchInfo]:
+    def prepare_eval(self, generation: int, first_key: int) -> list[BatchInfo]:
         """Send the held-out batches, under keys from `first_key` on; empty without such data."""
         if self._eval_cache is None:
-            self._eval_cache = list(self._eval_batches())
+            self._eval_cache = list(self._eval_batches(generation))
         infos = []
         for key, (info, microbatches) in enumerate(self._eval_cache, start=first_key):
-            self._send("E", key, microbatches)
+            self._send(Tag(generation, "E", key, 0), microbatches)
             infos.append(_numbered(info, key))
         return infos
 
     def close(self) -> None:
         """Close the sockets."""
-        if self._stream is not None:
-            self._stream.close()
+        if self._ahead is not None:
+            self._ahead.close()
         for channel in self._channels.values():
             channel.close()
+
+    def _begin(self, generation: int) -> None:
+        self._edges.exchange.advance(generation)
+        if self._ahead is not None:
+            self._ahead.resume()
+
+    def _interrupt(self, error: Exception) -> None:
+        self._edges.exchange.interrupt(error)
+        if (ahead := self._ahead) is not None:
+            ahead.interrupt(error)
 
     def _at(self, place: str) -> None:
         self._mark = Mark((self._mark.at[0] + 1, 0), place)
@@ -129,24 +149,25 @@ class Loader:
             num_epochs=self.config.train.num_epochs,
         )
 
-    def _eval_batches(self) -> Iterator[Batch]:
+    def _eval_batches(self, generation: int) -> Iterator[Batch]:
         self._at("the held-out data")
         if describe(self.config).num_eval_rows is None:
             return
         size = self.config.train.global_batch_size
         stream = BatchStream(self.config, "eval", size, num_epochs=1)  # once through is enough
         for number, batch in enumerate(islice(stream, self.config.train.eval_batches), start=1):
+            self._fence.check(generation)
             yield batch
             self._at(f"held-out batch {number + 1}")
 
-    def _send(self, kind: str, key: int, microbatches: Sequence[Fields]) -> None:
-        assert self._exchange is not None, "configure comes first"
+    def _send(self, first: Tag, microbatches: Sequence[Fields]) -> None:
+        """Send a batch to those who need of it; `first` is the tag of its first microbatch."""
         for index, fields in enumerate(microbatches):
-            tag = Tag(self._generation, kind, key, index)
+            tag = replace(first, microbatch=index)
             for peer in dict.fromkeys(p for peers in self._routes.values() for p in peers):
                 names = [name for name, peers in self._routes.items() if peer in peers]
                 tensors = [torch.from_numpy(np.ascontiguousarray(fields[n])) for n in names]
-                self._exchange.send(peer, tag, Message(tensors, {"fields": names}))
+                self._edges.exchange.send(peer, tag, Message(tensors, {"fields": names}))
 
 
 def _numbered(info: BatchInfo, update: int) -> BatchInfo:

@@ -39,7 +39,7 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Live:
+class Live:
     """The state of this worker's own layers, at rest: nobody writes to it while it is offered."""
 
     update: int
@@ -77,7 +77,7 @@ class StateService:
         self._changed = threading.Condition(self._lock)
         self._generation = 0
         self._peers: set[WorkerId] = set()
-        self._live: _Live | None = None
+        self._live: Live | None = None
         self._buddy: WorkerId | None = None
         self._acknowledged = -1
         self._outbox: deque[_Part] = deque()
@@ -121,7 +121,7 @@ class StateService:
     ) -> None:
         """Give away these layers' state after `update` on demand; nobody may write to it."""
         with self._lock:
-            self._live = _Live(update, states, facts)
+            self._live = Live(update, states, facts)
 
     def withdraw(self) -> None:
         """Training goes on: what was offered will change. Returns once nobody reads it."""
@@ -137,13 +137,17 @@ class StateService:
                 stock[self._live.update] = list(dict.fromkeys(layers))
             return stock
 
+    def offered(self, update: int) -> Live | None:
+        """What this worker offers of its own layers, if it is their state after `update`."""
+        live = self._live
+        return live if live is not None and live.update == update else None
+
     def live(self, update: int, layer: LayerName) -> Found | None:
-        """What this worker itself offers of a layer."""
-        with self._lock:
-            live = self._live
-            if live is None or live.update != update or layer not in live.states:
-                return None
-            return Found(live.states[layer], live.facts)
+        """What this worker offers of its own layer."""
+        live = self.offered(update)
+        if live is None or layer not in live.states:
+            return None
+        return Found(live.states[layer], live.facts)
 
     def fetch(self, update: int, sources: Mapping[LayerName, WorkerId]) -> dict[LayerName, Fetched]:
         """The state after `update` of these layers, from the workers that are said to hold it.
@@ -205,11 +209,20 @@ class StateService:
         """
         return self._acknowledged
 
-    def stored(self, generation: int, update: int) -> None:
-        """Every layer's state after `update` stands at two places: older copies may go."""
+    def progress(self, generation: int, stored: int, committed: int) -> None:
+        """Drop what nobody needs any more, if this is said of the present generation.
+
+        Args:
+            generation: of the membership.
+            stored: every layer's state after it stands at two places.
+            committed: all stages hold it, and none holds an older one.
+        """
         with self._lock:
-            if generation == self._generation:
-                self.copies.forget_before(update)
+            if generation != self._generation:
+                return
+            self.copies.forget_before(stored)
+            if self._live is not None and self._live.update < committed:
+                self._live = None  # of a worker without a stage: others withdrew it long ago
 
     def interrupt(self, error: Exception) -> None:
         """Let fetches end with `error` until the next generation; from any thread."""

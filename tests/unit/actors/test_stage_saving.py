@@ -15,8 +15,9 @@ from elastic_trainer.actors.stage_worker import StageWorker
 from elastic_trainer.checkpoint.storage import Storage
 from elastic_trainer.checkpoint.store import CheckpointStore
 from elastic_trainer.config import Config, load_config
-from elastic_trainer.errors import CheckpointError
+from elastic_trainer.errors import CheckpointError, FencedError
 from elastic_trainer.observability.runs import read_status
+from elastic_trainer.transport.in_process import InProcessNetwork
 from elastic_trainer.types import Cursor
 
 WAIT_S = 20.0
@@ -36,14 +37,17 @@ def config(**sections: Mapping[str, Any]) -> Config:
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StageWorker:
     """A worker that holds one layer, in the state after update 2."""
     monkeypatch.setattr(stage_worker, "open_channels", lambda *_: {})
+    network = InProcessNetwork()
+    monkeypatch.setattr(stage_worker, "open_state_channel", lambda name, *_: network.channel(name))
     monkeypatch.setattr(stage_worker, "_own_device", lambda: torch.device("cpu"))
     made = StageWorker("stage-0", config(), str(tmp_path))
     runtime: Any = SimpleNamespace(
         committed=2,
         layer_states=lambda: {"layer": {"param/w": torch.ones(2)}},
         scaler_state=None,
+        at_commit_point=True,
     )
-    plan: Any = SimpleNamespace(layers=("layer",))
+    plan: Any = SimpleNamespace(layers=("layer",), generation=0)
     made._runtime, made._plan = runtime, plan
     return made
 
@@ -58,19 +62,28 @@ def test_writing_that_takes_longer_than_the_stall_limit(
         write(storage, name, chunks)
 
     monkeypatch.setattr(Storage, "write", slow)
-    assert worker.save(2, str(tmp_path)) == {"scaler": None}
+    assert worker.save(0, 2, str(tmp_path)) == {"scaler": None}
     for _ in range(6):  # each waits a quarter of the limit
         told = worker.saved(2)
         assert told.writing and told.problem is None
-    assert worker.save(2, str(tmp_path)) == "stage-0 is still writing an earlier checkpoint"
+    assert worker.save(0, 2, str(tmp_path)) == "stage-0 is still writing an earlier checkpoint"
     open_.set()
     while (told := worker.saved(2)).writing:
         assert told.problem is None
     assert [file.name for file in told.files] == ["layer"]
 
 
+def test_a_state_that_belongs_to_no_update_is_not_saved(
+    worker: StageWorker, tmp_path: Path
+) -> None:
+    runtime: Any = worker._runtime
+    runtime.at_commit_point = False
+    with pytest.raises(FencedError, match="does not hold the state after update 2"):
+        worker.save(0, 2, str(tmp_path))
+
+
 def test_a_storage_that_cannot_be_used_is_told_by_the_worker(worker: StageWorker) -> None:
-    told = worker.save(2, "nosuch://bucket")
+    told = worker.save(0, 2, "nosuch://bucket")
     assert isinstance(told, str) and told.startswith("stage-0: cannot use nosuch://bucket")
 
 

@@ -34,9 +34,8 @@ def state(seed: int) -> dict[str, Tensor]:
 
 def same(got: Any, want: dict[str, Tensor]) -> bool:
     assert list(got) == list(want)
-    return all(
-        g.dtype == w.dtype and torch.equal(g, w) for g, w in zip(got.values(), want.values())
-    )
+    pairs = zip(got.values(), want.values(), strict=True)
+    return all(g.dtype == w.dtype and torch.equal(g, w) for g, w in pairs)
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -216,9 +215,9 @@ def test_word_of_what_is_stored_counts_in_its_generation_only(workers: Workers) 
     a = workers.services["a"]
     for update in (10, 20):
         a.snapshot(update, {"x": state(update)}, {})
-    a.stored(1, 20)
+    a.progress(1, 20, 20)
     assert sorted(a.stock()) == [10, 20]
-    a.stored(2, 20)
+    a.progress(2, 20, 20)
     assert sorted(a.stock()) == [20]
 
 
