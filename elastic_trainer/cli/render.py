@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from elastic_trainer.observability.changes import costs, headline
 from elastic_trainer.observability.lines import dump_json
-from elastic_trainer.observability.progress import format_duration, format_number
+from elastic_trainer.observability.progress import format_bytes, format_duration, format_number
 from elastic_trainer.types import CheckpointInfo, Plan, to_jsonable
 
 if TYPE_CHECKING:
     from elastic_trainer.data.make_dataset import DatasetInfo
+    from elastic_trainer.testing.chaos.verdict import Verdict
+
+SHOWN_CHANGES = 10
 
 
 def plan(made: Plan, as_json: bool) -> None:
@@ -80,6 +84,7 @@ def status(story: Mapping[str, Any], as_json: bool) -> None:
     for name, value in facts.items():
         if value != "–":
             typer.echo(f"  {name:{width}}{value}")
+    _membership(story["membership"])
     for event in story["events"]:
         typer.echo(f"  {_time(event['time'])}  {event['message']}")
 
@@ -133,6 +138,34 @@ def evaluation(measured: Mapping[str, Any], as_json: bool) -> None:
     typer.echo(f"{text} over {measured['tokens']} {unit}")
 
 
+def verdict(made: "Verdict", as_json: bool) -> None:
+    """What was done to a run, how it took it, and what is wrong."""
+    if as_json:
+        facts = to_jsonable(made) | {"passed": made.passed}
+        for row, judged in zip(facts["rows"], made.rows, strict=True):
+            row["passed"] = judged.passed
+        typer.echo(dump_json(facts, indent=2))
+        return
+    rows = [
+        [
+            row.text,
+            ", ".join(row.workers) or "–",
+            row.found or "–",
+            "–" if row.recovery_s is None else f"{row.recovery_s:.2f} s",
+            row.problem or "passed",
+        ]
+        for row in made.rows
+    ]
+    _table(["event", "worker", "found", "went on after", "verdict"], rows)
+    for problem in made.problems:
+        typer.echo(f"- {problem}")
+    word = "PASSED" if made.passed else "FAILED"
+    typer.echo(
+        f"{word}: {made.state} at update {made.update}, samples of {made.num_audited} updates "
+        "compared"
+    )
+
+
 def span_of_workers(fewest: int, most: int) -> str:
     """How many workers, in words."""
     if fewest != most:
@@ -140,14 +173,16 @@ def span_of_workers(fewest: int, most: int) -> str:
     return f"{most} worker{'' if most == 1 else 's'}"
 
 
-def format_bytes(value: float) -> str:
-    """Bytes with a binary unit."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"
+def _membership(changes: Sequence[Mapping[str, Any]]) -> None:
+    """The newest changes of the membership, and what each took."""
+    if len(changes) > SHOWN_CHANGES:
+        typer.echo(f"  membership: the newest {SHOWN_CHANGES} of {len(changes)} changes")
+    elif changes:
+        typer.echo("  membership:")
+    for change in changes[-SHOWN_CHANGES:]:
+        typer.echo(f"    {headline(change)}")
+        if taken := costs(change):
+            typer.echo(f"{'':25}{taken}")
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -4,8 +4,8 @@ import json
 import sys
 from typing import Any
 
-from elastic_trainer.observability import metrics
-from elastic_trainer.observability.metrics import Spec
+from elastic_trainer.observability import series
+from elastic_trainer.observability.series import Spec
 
 GRID_WIDTH = 24
 RUN = 'run=~"$run"'
@@ -15,72 +15,72 @@ def dashboard() -> dict[str, Any]:
     """The dashboard, in Grafana's JSON (schema of Grafana 9 and newer)."""
     rows = [
         [
-            _stat("Update", _of(metrics.UPDATE), "none"),
-            _stat("Loss", _of(metrics.LOSS), "none"),
-            _stat("Tokens per second", _of(metrics.TOKENS_PER_SECOND), "short"),
-            _stat("Stages", _of(metrics.STAGES), "none"),
-            _stat("Since the last checkpoint", f"time() - {_of(metrics.CHECKPOINT_TIME)}", "s"),
+            _stat("Update", _of(series.UPDATE), "none"),
+            _stat("Loss", _of(series.LOSS), "none"),
+            _stat("Tokens per second", _of(series.TOKENS_PER_SECOND), "short"),
+            _stat("Stages", _of(series.STAGES), "none"),
+            _stat("Since the last checkpoint", f"time() - {_of(series.CHECKPOINT_TIME)}", "s"),
         ],
         [
             _graph(
                 "Loss",
                 "none",
-                (_of(metrics.LOSS), "training {{run}}"),
-                (_of(metrics.EVAL_LOSS), "held out {{run}}"),
+                (_of(series.LOSS), "training {{run}}"),
+                (_of(series.EVAL_LOSS), "held out {{run}}"),
             ),
-            _graph("Tokens per second", "short", (_rate(metrics.TOKENS), "{{run}}")),
+            _graph("Tokens per second", "short", (_rate(series.TOKENS), "{{run}}")),
         ],
         [
             _graph(
                 "Step time",
                 "s",
-                (_quantile(0.5, metrics.STEP_DURATION), "median {{run}}"),
-                (_quantile(0.95, metrics.STEP_DURATION), "95% {{run}}"),
-                (_of(metrics.PREDICTED_STEP), "planned {{run}}"),
+                (_quantile(0.5, series.STEP_DURATION), "median {{run}}"),
+                (_quantile(0.95, series.STEP_DURATION), "95% {{run}}"),
+                (_of(series.PREDICTED_STEP), "planned {{run}}"),
             ),
             _graph(
                 "Idle share of the pipeline",
                 "percentunit",
-                (_of(metrics.BUBBLE), "measured {{run}}"),
-                (_of(metrics.PREDICTED_BUBBLE), "planned {{run}}"),
+                (_of(series.BUBBLE), "measured {{run}}"),
+                (_of(series.PREDICTED_BUBBLE), "planned {{run}}"),
             ),
         ],
         [
             _graph(
                 "What stages do with their time",
                 "percentunit",
-                (_rate(metrics.BUSY), "stage {{stage}} {{phase}}"),
+                (_rate(series.BUSY), "stage {{stage}} {{phase}}"),
                 stacked=True,
             ),
-            _graph("Busy share", "percentunit", (_of(metrics.BUSY_RATIO), "stage {{stage}}")),
+            _graph("Busy share", "percentunit", (_of(series.BUSY_RATIO), "stage {{stage}}")),
         ],
         [
-            _graph("Transfer", "Bps", (_rate(metrics.TRANSFER), "stage {{stage}} {{direction}}")),
-            _graph("Live activations", "bytes", (_of(metrics.PEAK_BYTES), "stage {{stage}}")),
+            _graph("Transfer", "Bps", (_rate(series.TRANSFER), "stage {{stage}} {{direction}}")),
+            _graph("Live activations", "bytes", (_of(series.PEAK_BYTES), "stage {{stage}}")),
         ],
         [
             _graph(
                 "Learning rate and gradient norm",
                 "none",
-                (_of(metrics.LEARNING_RATE), "learning rate {{run}}"),
-                (_of(metrics.GRAD_NORM), "gradient norm {{run}}"),
+                (_of(series.LEARNING_RATE), "learning rate {{run}}"),
+                (_of(series.GRAD_NORM), "gradient norm {{run}}"),
             ),
-            _graph("Staleness in updates", "none", (_of(metrics.STALENESS), "stage {{stage}}")),
+            _graph("Staleness in updates", "none", (_of(series.STALENESS), "stage {{stage}}")),
         ],
         [
             _graph(
                 "Time to write a checkpoint",
                 "s",
-                (_quantile(0.95, metrics.CHECKPOINT_DURATION), "95% {{run}}"),
+                (_quantile(0.95, series.CHECKPOINT_DURATION), "95% {{run}}"),
             ),
             _graph(
                 "What went wrong",
                 "none",
                 (
-                    f"increase({_of(metrics.CHECKPOINT_FAILURES)}[15m])",
+                    f"increase({_of(series.CHECKPOINT_FAILURES)}[15m])",
                     "failed checkpoints {{run}}",
                 ),
-                (f"increase({_of(metrics.SKIPPED)}[15m])", "skipped updates {{run}}"),
+                (f"increase({_of(series.SKIPPED)}[15m])", "skipped updates {{run}}"),
             ),
         ],
     ]
@@ -173,7 +173,7 @@ def _run_variable() -> dict[str, Any]:
         "label": "Run",
         "type": "query",
         "datasource": {"type": "prometheus", "uid": "${datasource}"},
-        "query": f"label_values({metrics.BUILD_INFO.full_name}, run)",
+        "query": f"label_values({series.BUILD_INFO.full_name}, run)",
         "refresh": 2,
         "multi": True,
         "includeAll": True,

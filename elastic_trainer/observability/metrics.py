@@ -12,8 +12,9 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.observability import series
-from elastic_trainer.observability.membership import UNPLANNED, Change
+from elastic_trainer.observability.changes import UNPLANNED, Change
 from elastic_trainer.types import CheckpointInfo, Plan, StageReport
+
 
 class RunMetrics:
     """What a run tells Prometheus."""

@@ -160,3 +160,13 @@ def sparkline(values: Sequence[float], width: int) -> str:
     if high == low:
         return SPARKS[0] * columns
     return "".join(SPARKS[int((m - low) / (high - low) * (len(SPARKS) - 1))] for m in means)
+
+
+def format_bytes(value: float) -> str:
+    """Bytes with a binary unit."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(value) < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 99.95 else f"{value:.1f} {unit}"

@@ -6,6 +6,8 @@ metrics.jsonl             one line per update, in order, without gaps or repeats
 audit.jsonl               the samples of each update, one list per microbatch
 status.json               where the run stands; replaced atomically
 events.jsonl              what happened: start, plan, checkpoint, evaluation, failure, end
+membership.jsonl          one line per change of the membership, with the plan that came of it
+exit_report.json, .txt    what the changes cost, written at the end
 prometheus/targets.json   where Prometheus finds the run
 trainer.lock              held by the living trainer; names its host and process
 """
@@ -31,6 +33,9 @@ METRICS_FILE = "metrics.jsonl"
 AUDIT_FILE = "audit.jsonl"
 STATUS_FILE = "status.json"
 EVENTS_FILE = "events.jsonl"
+MEMBERSHIP_FILE = "membership.jsonl"
+EXIT_REPORT_FILE = "exit_report.json"
+EXIT_REPORT_TEXT_FILE = "exit_report.txt"
 TARGETS_FILE = "prometheus/targets.json"
 LOCK_FILE = "trainer.lock"
 

@@ -15,6 +15,7 @@ from elastic_trainer.observability.record import (
     CONFIG_FILE,
     ENDED,
     EVENTS_FILE,
+    MEMBERSHIP_FILE,
     METRICS_FILE,
     PLAN_FILE,
     STATUS_FILE,
@@ -114,6 +115,12 @@ def read_audit(run_dir: str | Path) -> list[dict[str, Any]]:
     return complete_lines(path) if path.exists() else []
 
 
+def read_membership(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Every change of the membership, see `changes.Change`."""
+    path = Path(run_dir) / MEMBERSHIP_FILE
+    return complete_lines(path) if path.exists() else []
+
+
 def read_events(run_dir: str | Path) -> list[dict[str, Any]]:
     """Every event of the run."""
     path = Path(run_dir) / EVENTS_FILE
@@ -139,9 +146,10 @@ def tail_updates(run_dir: str | Path, count: int) -> list[dict[str, Any]]:
 
 
 def run_story(run_dir: str | Path) -> dict[str, Any]:
-    """A run's status with its plan, newest updates and newest events."""
+    """A run's status with its plan, its membership's history, newest updates and newest events."""
     return read_status(run_dir) | {
         "plan": read_plan(run_dir),
+        "membership": read_membership(run_dir),
         "updates": tail_updates(run_dir, 5),
         "events": read_events(run_dir)[-10:],
     }

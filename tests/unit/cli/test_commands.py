@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from elastic_trainer.cli.commands import app
 from elastic_trainer.cli.complete import complete_config, complete_override, complete_run
 from elastic_trainer.cli.main import run
-from elastic_trainer.cli.render import format_bytes
 from elastic_trainer.config import load_config
 from elastic_trainer.errors import ClusterError, ConfigError, ScheduleError
+from elastic_trainer.observability.progress import format_bytes
 from elastic_trainer.observability.record import RunRecord
 from elastic_trainer.types import CheckpointInfo, Plan, Prediction, StagePlan
 

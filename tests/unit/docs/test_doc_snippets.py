@@ -28,7 +28,7 @@ from elastic_trainer.config import Config, load_config, to_mapping
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.elastic import state
 from elastic_trainer.models.registry import load_model
-from elastic_trainer.observability.metrics import CATALOG
+from elastic_trainer.observability.series import CATALOG
 from elastic_trainer.run import fit
 from elastic_trainer.testing.in_process import Batches, InProcessPipeline, even_plan
 from elastic_trainer.types import RunResult

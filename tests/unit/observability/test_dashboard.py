@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from elastic_trainer.observability.dashboard import dashboard, dashboard_json
-from elastic_trainer.observability.metrics import CATALOG
+from elastic_trainer.observability.series import CATALOG
 
 ROOT = Path(__file__).parents[3]
 SUFFIXES = ("", "_bucket", "_sum", "_count")

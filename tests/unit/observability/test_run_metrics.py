@@ -9,7 +9,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_trainer.errors import ConfigError
-from elastic_trainer.observability.metrics import CATALOG, RunMetrics
+from elastic_trainer.observability.metrics import RunMetrics
+from elastic_trainer.observability.series import CATALOG
 from elastic_trainer.observability.targets import clear_targets, write_targets
 from elastic_trainer.types import CheckpointInfo, Plan, Prediction, StagePlan, StageReport
 
