@@ -7,8 +7,11 @@ from collections.abc import Sequence
 
 import typer
 
+from elastic_trainer.cli.chaos import chaos
 from elastic_trainer.cli.commands import app
 from elastic_trainer.errors import ElasticTrainerError
+
+app.command()(chaos)
 
 INTERRUPTED = 130
 DEBUG = "--debug"

@@ -54,8 +54,9 @@ class Levers(Protocol):
 class Player:
     """Does the steps when they are due.
 
-    A fault that waits for its update lies on one worker at a time, the one with its stage; when the
-    plan changes before, it moves.
+    A fault that waits for its update lies on one worker at a time, the one with its stage. When the
+    plan changes before, it moves; when that worker is gone, the run's history must first tell why,
+    since the fault may have happened, and must not happen again in the replay.
 
     Args:
         limit_s: how long a run may take to go on after a step.
@@ -146,7 +147,9 @@ class Player:
             return
         assert isinstance(step.what, Fault)
         try:
-            if armed is not None and armed.workers[0] in self._view.nodes:
+            if armed is not None:
+                if armed.workers[0] not in self._view.nodes:
+                    return
                 self._levers.inject(armed.workers[0], _name(index), None)
             at = self._clock()
             self._inject(index, worker, step.what)
@@ -164,8 +167,8 @@ class Player:
     def _settle(self) -> None:
         """Faults that waited for their update: has it come?"""
         elsewhere = {worker for done in self._done.values() for worker in done.workers}
-        failed = {loss.worker for loss in self._view.losses if loss.cause in FAILURES}
-        gone = failed - elsewhere
+        lost = {loss.worker: loss.cause in FAILURES for loss in self._view.losses}
+        gone = {worker for worker, failed in lost.items() if failed} - elsewhere
         by_update = sorted(self._armed.items(), key=lambda item: item[1].step.at_update or 0)
         for index, done in by_update:
             step, (worker,) = done.step, done.workers
@@ -174,6 +177,8 @@ class Player:
             if worker in gone:
                 gone.remove(worker)  # others on the same worker were not due, and move
                 self._settled(index, done, f"has happened ({worker} is gone)")
+            elif worker in lost:
+                del self._armed[index]  # it went for another reason, or by another fault
             elif not step.lethal and self._update >= first:
                 self._settled(index, done, "has happened")
             elif last is not None and self._update > last:

@@ -35,12 +35,14 @@ class Loss:
     Attributes:
         at: when the run found out.
         detect_s: how long that took, as far as the run knows.
+        commit_s: how long it then took until an update was committed again, if the run tells.
     """
 
     worker: WorkerId
     cause: Cause
     at: float
     detect_s: float = 0.0
+    commit_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,9 @@ def judge(done: Sequence[Done], facts: Facts, limit_s: float) -> Verdict:
 def recovered_at(one: Done, losses: Sequence[Loss], commits: Sequence[Commit]) -> float | None:
     """When the run went on after a step; None: it has not, yet."""
     if losses:
+        told = [loss.at + loss.commit_s for loss in losses if loss.commit_s is not None]
+        if len(told) == len(losses):
+            return max(told)
         last = max(loss.at for loss in losses)
         # A segment that was complete before the loss may be told later.
         old = max((c.generation for c in commits if c.at <= last), default=0)

@@ -1,0 +1,186 @@
+"""A real run, seen through its folder, and the levers that its cluster gives."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from elastic_trainer.actors.handles import CoordinatorHandle, StageHandle
+from elastic_trainer.config import load_config
+from elastic_trainer.elastic.events import Cause
+from elastic_trainer.errors import RunError
+from elastic_trainer.observability.record import CONFIG_FILE, MEMBERSHIP_FILE, METRICS_FILE
+from elastic_trainer.observability.runs import read_audit, read_plan, read_status
+from elastic_trainer.pipeline.hooks import RuntimeHooks
+from elastic_trainer.run.control import answer
+from elastic_trainer.testing.chaos.verdict import Commit, Facts, Loss
+from elastic_trainer.types import WorkerId
+
+_LOSSES = {cause.value: cause for cause in Cause}
+
+
+class Follower:
+    """The lines of a JSONL file that grows at its end, or is cut back there and grows again."""
+
+    def __init__(self, path: Path) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self._path = path
+        self._offset = 0
+        self._last = b""
+
+    def look(self) -> None:
+        """Read what is new; all of it again if what was read last is not there any more."""
+        if not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            file.seek(self._offset - len(self._last))
+            if file.read(len(self._last)) != self._last:
+                self.lines.clear()
+                self._offset, self._last = 0, b""
+                file.seek(0)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self.lines.append(json.loads(line))
+                self._offset += len(line)
+                self._last = line
+
+
+class FolderView:
+    """What the run's folder tells, as of the last look."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._updates = Follower(run_dir / METRICS_FILE)
+        self._history = Follower(run_dir / MEMBERSHIP_FILE)
+        self._status: dict[str, Any] = {}
+        self._plan: dict[str, Any] = {}
+
+    def look(self) -> None:
+        # In this order: who is missing in the status may still be in an older plan, not the other
+        # way round.
+        self._plan = read_plan(self._run_dir)
+        self._status = read_status(self._run_dir)
+        self._history.look()
+        self._updates.look()
+
+    @property
+    def state(self) -> str:
+        return str(self._status["state"])
+
+    @property
+    def reason(self) -> str:
+        return str(self._status.get("reason") or "")
+
+    @property
+    def stages(self) -> Mapping[int, WorkerId]:
+        """Who has which stage; whoever is gone has none."""
+        stages = self._plan.get("stages", ())
+        return {s["stage"]: s["worker"] for s in stages if s["worker"] in self.nodes}
+
+    @property
+    def nodes(self) -> Mapping[WorkerId, str]:
+        workers: Mapping[str, Any] = self._status.get("workers") or {}
+        return {worker: facts["node"] for worker, facts in workers.items()}
+
+    @property
+    def commits(self) -> Sequence[Commit]:
+        return [
+            Commit(update=line["update"], generation=line["generation"], at=line["time"])
+            for line in self._updates.lines
+        ]
+
+    @property
+    def losses(self) -> Sequence[Loss]:
+        return [
+            Loss(
+                worker=line["worker"],
+                cause=_LOSSES[line["cause"]],
+                at=line["time"],
+                detect_s=line["detect_s"] or 0.0,
+                commit_s=line["first_commit_s"],
+            )
+            for line in self._history.lines
+            if line["cause"] in _LOSSES and line["worker"]
+        ]
+
+    def facts(self, now: float, since: float) -> Facts:
+        """What a verdict needs; losses before `since` are none of its business."""
+        self.look()
+        checked, problem = check_audit(self._run_dir)
+        return Facts(
+            state=self.state,
+            reason=self.reason,
+            now=now,
+            losses=tuple(loss for loss in self.losses if loss.at >= since),
+            commits=tuple(self.commits),
+            audit=problem,
+            num_audited=checked,
+        )
+
+
+class RayLevers:
+    """Acts on the run in this folder, over the Ray connection that this process has."""
+
+    def __init__(self, run_dir: Path, coordinator: CoordinatorHandle) -> None:
+        self._run_dir = run_dir
+        self._coordinator = coordinator
+
+    def inject(self, worker: WorkerId, name: str, hooks: RuntimeHooks | None) -> None:
+        try:
+            handle = StageHandle.find(str(self._run_dir), worker)
+        except ValueError as error:
+            raise RunError(f"there is no worker {worker}") from error
+        answer(self._run_dir.name, handle.inject(name, hooks))
+
+    def scale(self, fewest: int, most: int) -> None:
+        answer(self._run_dir.name, self._coordinator.scale(fewest, most))
+
+    def drain(self, node: str, deadline_s: float | None) -> None:
+        answer(self._run_dir.name, self._coordinator.drain(node, deadline_s))
+
+
+def check_audit(run_dir: Path) -> tuple[int, str]:
+    """Compare the samples of every update with those that an undisturbed run reads.
+
+    Returns:
+        The number of updates compared, and what is wrong; empty if nothing is.
+    """
+    lines = read_audit(run_dir)
+    if not lines:
+        return 0, "the run keeps no audit of its samples"
+    return compare_samples(lines, lambda: _expected(run_dir))
+
+
+def compare_samples(
+    lines: Sequence[Mapping[str, Any]],
+    expected: Callable[[], Iterator[tuple[int, list[list[str]]]]],
+) -> tuple[int, str]:
+    """The same, of lines of the audit and the samples of each update from the first one on."""
+    numbers = [line["update"] for line in lines]
+    if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+        return 0, "the audit has gaps or repeats"
+    recorded = {line["update"]: [list(ids) for ids in line["samples"]] for line in lines}
+    checked = 0
+    for update, samples in expected():
+        if update > numbers[-1]:
+            return checked, ""
+        if update not in recorded:
+            continue
+        checked += 1
+        if recorded[update] != samples:
+            return checked, f"update {update} has other samples than an undisturbed run"
+    if checked < len(recorded):
+        return checked, f"there are only {checked} updates in the data, and {len(recorded)} audited"
+    return checked, ""
+
+
+def _expected(run_dir: Path) -> Iterator[tuple[int, list[list[str]]]]:
+    # Needed at the end only, and slow to import.
+    from elastic_trainer.actors.loader import update_batch_size
+    from elastic_trainer.data.batches import BatchStream
+
+    config = load_config(run_dir / CONFIG_FILE)
+    size, epochs = update_batch_size(config), config.train.num_epochs
+    for info, _ in BatchStream(config, "train", size, None, first_update=1, num_epochs=epochs):
+        yield info.update, [list(m.sample_ids) for m in info.microbatches]
