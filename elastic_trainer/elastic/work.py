@@ -225,9 +225,12 @@ class Work:
         self.evaluated = max(self.evaluated, update)
 
     def checkpoint_written(self, update: int) -> None:
-        self.saved = max(self.saved, update)
+        """Counts only for what is committed: not if its generation broke off before it ended."""
         if self.saving is not None and self.saving.update == update:
             self.saving = None
+        if not self.saved < update <= self.committed:
+            return
+        self.saved = update
         if self.saving is None:
             self._retry_at, self._save_tries = None, 0
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from elastic_trainer.elastic import events as ev
 from elastic_trainer.elastic import instructions as do
-from elastic_trainer.elastic.phase import Phase
 from elastic_trainer.elastic.state import State
 from elastic_trainer.elastic.work import MAX_SEGMENTS_IN_FLIGHT
+from elastic_trainer.testing.simulated_rules import Rules
 from elastic_trainer.testing.simulated_worker import Order, SimWorker, even_cut
 from elastic_trainer.types import Plan, WorkerId
 
@@ -42,6 +42,7 @@ class SimCluster:
         segment_updates: int = 3,
     ) -> None:
         self.state = state
+        self.rules = Rules(state, data_end)
         self.step_s, self.layers, self.fewest = step_s, layers, fewest
         self.data_end, self.segment_updates = data_end, segment_updates
         self.now = 0.0
@@ -51,14 +52,11 @@ class SimCluster:
         self.told: list[ev.Event] = []
         self.storage = {state.goal.start_update}
         self.leaves: dict[WorkerId, float] = {}
-        self.evaluated: set[int] = set()
         self.finished: do.Finish | None = None
         self.log: list[do.Instruction] = []
         self.plan: Plan | None = None
         self._wanted = 0
-        self._least = state.goal.min_workers
         self._names = self._letters = 0
-        self._reported = ev.StockTaken(generation=-1, copies={}, nodes={})
         self._plans: list[do.MakePlan] = []
         self._stocks: list[tuple[do.TakeStock, dict[WorkerId, dict[int, tuple[str, ...]]]]] = []
         self._configuring: do.Configure | None = None
@@ -84,47 +82,11 @@ class SimCluster:
 
     def tell(self, event: ev.Event) -> list[do.Instruction]:
         """Let the core know, and carry out what it orders."""
-        state, before = self.state, (self.state.generation, self.state.committed, self.state.saved)
-        match event:
-            case ev.StockTaken():
-                self._reported = event
-            case ev.EvaluationDone() if event.generation == state.generation:
-                self.evaluated.add(event.update)
-            case ev.ScaleRequested():
-                self._least = min(self._least, event.min_workers, event.max_workers)
-        out = state.handle(event, self.now)
+        out = self.rules.handle(event, self.now)
         assert self.finished is None or not out, "instructions after the end"
         self.told.append(event)
-        self._check(before, out)
         self._carry_out(out)
         return out
-
-    def _check(self, before: tuple[int, int, int], out: list[do.Instruction]) -> None:
-        generation, committed, saved = before
-        assert self.state.generation >= generation
-        assert self.state.saved >= saved
-        made = [i for i in out if isinstance(i, do.Configure)]
-        if self.state.committed < committed:
-            (configure,) = made
-            assert configure.update == self.state.committed
-            lost = committed - configure.update
-            assert f"{lost} committed updates are trained again" in configure.reason
-        for configure in made:
-            held = {s.worker for s in configure.plan.stages}
-            assert len(held) >= min(self._least, self.state.goal.max_layers), "below the minimum"
-            assert held <= set(self.state.workers), "a stage for a worker that is gone"
-            if configure.plan.generation == self._reported.generation:
-                assert configure.update == self._best(configure.plan, committed, saved)
-
-    def _best(self, plan: Plan, committed: int, saved: int) -> int:
-        """The newest state that is left."""
-        stock = [c for w, c in self._reported.copies.items() if w in self.state.workers]
-        whole = [saved]
-        for update in range(committed + 1):
-            held = {layer for copies in stock for layer in copies.get(update, ())}
-            if held >= set(plan.layers):
-                whole.append(update)
-        return max(whole)
 
     def pass_time(self, seconds: float) -> None:
         """Whose time to leave has come is killed."""
@@ -150,6 +112,18 @@ class SimCluster:
         self.tell(ev.WorkersDraining(workers=(name,), reason="drain", deadline_s=deadline_s))
 
     # What may happen next.
+
+    def run_until(self, condition: Callable[[], bool], most: int = 3000) -> None:
+        """Let everything happen in turn, and time pass when nothing can, until it is so."""
+        for turn in range(most):
+            if condition():
+                return
+            actions = self.actions()
+            if actions:
+                actions[turn % len(actions)][1]()
+            if turn % 10 == 0 or not actions:
+                self.pass_time(0.25)
+        raise AssertionError(f"it does not come to that: {self.state.phase}, {self.state.reason}")
 
     def actions(self) -> list[Action]:
         """All that the cluster could do now, each with a name."""
@@ -275,6 +249,10 @@ class SimCluster:
         if self._writes:
             self._write(fails=True)
 
+    def orders(self, *kinds: type[do.Instruction]) -> list[do.Instruction]:
+        """What was ordered, of these kinds."""
+        return [i for i in self.log if isinstance(i, kinds)]
+
     # Instructions.
 
     def _carry_out(self, out: list[do.Instruction]) -> None:
@@ -299,15 +277,10 @@ class SimCluster:
                     self._end(instruction)
 
     def _stop(self, instruction: do.StopWorkers) -> None:
-        phase = self.state.phase
-        assert phase in (Phase.STARTING, Phase.RUNNING, Phase.DRAINING, Phase.WAITING)
-        held = {s.worker for s in self.plan.stages} if self.plan else set()
-        if phase is Phase.WAITING:
-            assert self.state.saved >= self.state.committed, "it holds what is nowhere else"
-        else:
-            assert not held & set(instruction.workers), "it holds a stage"
+        self.rules.check_stop(
+            instruction, [s.worker for s in self.plan.stages] if self.plan else []
+        )
         for name in instruction.workers:
-            assert name not in self.state.workers
             self.workers.pop(name, None)
             self.leaves.pop(name, None)
 
@@ -388,12 +361,5 @@ class SimCluster:
 
     def _end(self, finish: do.Finish) -> None:
         self.finished = finish
-        if finish.status != "failed":
-            assert finish.update in self.storage, "the end is not saved"
-        if finish.status == "completed":
-            goal = self.state.goal
-            end = min(e for e in (goal.max_steps, self.data_end) if e is not None)
-            assert finish.update == self.state.committed == max(end, goal.start_update)
-            due = range(goal.eval_steps, end, goal.eval_steps) if goal.eval_steps else ()
-            missing = {u for u in due if u > goal.start_update} - self.evaluated
-            assert not missing, f"never evaluated: {missing}"
+        self.rules.check_end(finish)
+        assert finish.status == "failed" or finish.update in self.storage

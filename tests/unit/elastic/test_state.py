@@ -9,45 +9,24 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from elastic_trainer.elastic import events as ev
 from elastic_trainer.elastic import instructions as do
-from elastic_trainer.elastic.state import (
+from elastic_trainer.elastic.state import Goal, Phase, State
+from elastic_trainer.elastic.work import (
     CHECKPOINT_RETRY_S,
     MAX_FINAL_CHECKPOINT_TRIES,
     MAX_SEGMENTS_IN_FLIGHT,
-    Goal,
-    Phase,
-    State,
 )
-from elastic_trainer.types import Plan, Prediction, StagePlan
-
-
-def make_plan(generation: int, num_workers: int) -> Plan:
-    stages = tuple(
-        StagePlan(stage=i, first=i, stop=i + 1, worker=f"stage-{i}") for i in range(num_workers)
-    )
-    return Plan(
-        generation=generation,
-        schedule="1f1b",
-        num_microbatches=4,
-        layers=tuple(f"layer{i}" for i in range(num_workers)),
-        stages=stages,
-        predicted=Prediction(
-            step_s=0.1,
-            bubble_ratio=0.2,
-            stage_busy_s=(0.1,) * num_workers,
-            stage_memory_bytes=(1,) * num_workers,
-        ),
-        reasons=("balanced",),
-    )
+from elastic_trainer.testing.simulated_worker import even_cut
 
 
 def running_state(goal: Goal, segment_updates: int = 4) -> tuple[State, list[do.Instruction]]:
     """A state that has just been configured, and its first instructions."""
     state = State(goal)
     state.start()
-    for index in range(goal.num_workers):
+    for index in range(goal.max_workers):
         out = state.handle(ev.WorkerJoined(worker=f"stage-{index}"), 0.0)
-    assert isinstance(out[0], do.MakePlan)
-    plan = make_plan(state.generation, goal.num_workers)
+    (ask,) = out
+    assert isinstance(ask, do.MakePlan)
+    plan = even_cut(ask.generation, ask.workers, layers=6, step_s=0.1)
     (configure,) = state.handle(ev.Planned(plan=plan, segment_updates=segment_updates), 0.0)
     assert isinstance(configure, do.Configure) and configure.update == goal.start_update
     event = ev.Configured(generation=state.generation, update=goal.start_update)
@@ -56,7 +35,8 @@ def running_state(goal: Goal, segment_updates: int = 4) -> tuple[State, list[do.
 
 def goal(**changes: object) -> Goal:
     fields: dict[str, object] = {
-        "num_workers": 2,
+        "min_workers": 2,
+        "max_workers": 2,
         "max_steps": 10,
         "eval_steps": 0,
         "save_steps": 0,
@@ -79,14 +59,14 @@ def test_segments_end_where_evaluation_and_checkpoint_are_due() -> None:
     assert [i.last_update for i in out if isinstance(i, do.RunSegment)] == [6]
 
 
-def test_a_lost_worker_fails_the_run_and_names_it() -> None:
-    state, _ = running_state(goal())
+def test_without_a_budget_a_lost_worker_fails_the_run_and_is_named() -> None:
+    state, _ = running_state(goal(max_failures=0))
     state.handle(ev.SegmentDone(generation=1, last_update=4), 0.0)
-    out = state.handle(ev.WorkerLost(worker="stage-1 (stage 1)", cause="killed by SIGKILL"), 0.0)
+    out = state.handle(ev.WorkerLost(worker="stage-1", detail="killed by SIGKILL"), 0.0)
     assert isinstance(out[0], do.Abort)
     finish = out[1]
     assert isinstance(finish, do.Finish) and finish.status == "failed" and finish.update == 4
-    assert "stage-1 (stage 1)" in finish.reason and "SIGKILL" in finish.reason
+    assert finish.reason == "worker stage-1 (stage 1) was lost at update 4: killed by SIGKILL"
     assert state.handle(ev.Tick(), 1.0) == [] and state.done
 
 
@@ -128,8 +108,9 @@ def test_failures_before_the_end_take_no_tries_from_the_last_state() -> None:
     state.handle(ev.CheckpointFailed(update=4, reason="disk full"), now)
     for _ in range(MAX_FINAL_CHECKPOINT_TRIES):
         now += 1000.0
-        state.handle(ev.Tick(), now)
-        state.handle(ev.CheckpointFailed(update=8, reason="disk full"), now)
+        (save,) = state.handle(ev.Tick(), now)
+        assert isinstance(save, do.SaveCheckpoint)
+        state.handle(ev.CheckpointFailed(update=save.update, reason="disk full"), now)
     state.handle(ev.SegmentDone(generation=1, last_update=8), now)
     out = state.handle(ev.SegmentDone(generation=1, last_update=12), now)
     assert [type(i) for i in out] == [do.SaveCheckpoint], "at once, whatever the pause was"
