@@ -77,7 +77,7 @@ class Coordinator:
         report = self._facts.put
         goal = goal_of(config, start)
         first, goes_on = start["update"], self._goes_on
-        site = site or RaySite(config, run_dir, start["launch"])
+        self._site = site = site or RaySite(config, run_dir, start["launch"])
         self.state = State(goal)
         self.recorder = Recorder(run, config, run_dir, first, goes_on=goes_on)
         self.saving = Saving(config, run_dir, first, start["cursor"], goes_on=goes_on)
@@ -128,6 +128,7 @@ class Coordinator:
         yield_to_compute()
         found = self.journal.found
         if found is not None and (ended := result_from(found["result"])) is not None:
+            self.recorder.record.close()
             return ended
         try:
             self._begin()
@@ -144,7 +145,7 @@ class Coordinator:
         return self._summary
 
     def _begin(self) -> None:
-        self.recorder.begin()
+        self.recorder.begin(self._site.address)
         if self._goes_on:
             self.state = self.succession.take_over(self.judge.look)
             self._forget_joins_and_losses()

@@ -84,6 +84,11 @@ class Judge:
         self._clock = clock
         self._complaints: list[_Complaint] = []
 
+    @property
+    def wonders(self) -> bool:
+        """Whether there are errors that nothing has explained yet."""
+        return bool(self._complaints)
+
     def failed(self, call: Pending[Any], generation: int | None, error: Exception) -> None:
         """A call has raised.
 

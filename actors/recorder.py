@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import ray
-
 from elastic_trainer.config import Config, fewest_workers, to_yaml
 from elastic_trainer.elastic.instructions import Instruction
 from elastic_trainer.elastic.state import Phase, State
@@ -75,8 +73,8 @@ class Recorder:
         self._goes_on = self._has_trained = goes_on
         self._counted = start_update  # updates up to here are in the counters
 
-    def begin(self) -> None:
-        """The run starts, or goes on: configuration, metrics server, targets."""
+    def begin(self, ray_address: str) -> None:
+        """The run starts, or goes on, on this cluster: configuration, metrics server, targets."""
         self.record.write_config(to_yaml(self.config))
         address = None
         if self.config.metrics.enabled:
@@ -85,7 +83,7 @@ class Recorder:
             address = f"{host}:{port}"
         facts = {
             "metrics_address": address,
-            "ray_address": ray.get_runtime_context().gcs_address,
+            "ray_address": ray_address,
         }
         if self._goes_on:
             self.record.write_status({**facts, "state": "recovering"})

@@ -24,6 +24,8 @@ class Site(Protocol):
 
     private_dir: str
 
+    @property
+    def address(self) -> str: ...
     def total(self) -> Resources: ...
     def free(self) -> Resources: ...
     def nodes(self) -> list[Node]: ...
@@ -49,6 +51,11 @@ class RaySite:
         self.config = config
         self.run_dir = run_dir
         self.private_dir = private_folder(f"{run_dir}:{launch}")
+
+    @property
+    def address(self) -> str:
+        """Of the cluster, HOST:PORT."""
+        return str(ray.get_runtime_context().gcs_address)
 
     def total(self) -> Resources:
         """Resources of the cluster, as Ray counts them."""

@@ -148,8 +148,8 @@ class Succession:
 
     def _count_death(self, found: Mapping[str, Any]) -> None:
         deaths, died_at = found["deaths"]
-        self._died_at = found["committed"]
-        self._deaths = deaths + 1 if died_at == self._died_at else 1
+        self._deaths = deaths + 1 if found["committed"] <= died_at else 1
+        self._died_at = max(found["committed"], died_at)
         if self._deaths > MAX_DEATHS:
             raise RunError(
                 f"the coordinator died {self._deaths} times at update {self._died_at}",

@@ -273,6 +273,10 @@ class Crew:
             self.loader.kill()
         for berth in (*self._berths.values(), *(berth for berth, _ in self._leaving.values())):
             _end(berth)
+        try:
+            self._site.clear_away(())  # what an earlier coordinator has left, too
+        except Exception:  # its cluster is gone, and all that was there
+            _log.exception("rooms")
         shutil.rmtree(self._site.private_dir, ignore_errors=True)
 
     def _closed(self, worker: WorkerId, _: Any) -> None:
