@@ -45,6 +45,40 @@ class Journal:
         self._waiting = b"".join(line for line in lines if (_update_of(line) or 0) <= update)
 
 
+class Follower:
+    """Reads what is new in a file of JSON lines, which its writer may also cut back."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._last = b""  # the line that ends there
+
+    def look(self) -> tuple[bool, list[dict[str, Any]]]:
+        """What is new since the last look.
+
+        Returns:
+            Whether the file was cut back, so that the lines are all that it has now; the lines.
+        """
+        try:
+            file = open(self._path, "rb")
+        except FileNotFoundError:
+            return False, []
+        with file:
+            file.seek(self._offset - len(self._last))
+            anew = file.read(len(self._last)) != self._last
+            if anew:
+                self._offset, self._last = 0, b""
+                file.seek(0)
+            lines = []
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                lines.append(json.loads(line))
+                self._offset += len(line)
+                self._last = line
+        return anew, lines
+
+
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[IO[bytes]]:
     """The file, to read and to shorten; an empty one where there is none."""

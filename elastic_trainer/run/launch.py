@@ -1,6 +1,5 @@
 """Start a run, watch it, end it: what stands behind `fit` and `elastic-trainer train`."""
 
-import json
 import secrets
 import signal
 import threading
@@ -15,6 +14,7 @@ from elastic_trainer.actors.handles import CoordinatorHandle
 from elastic_trainer.actors.pending import Pending
 from elastic_trainer.errors import ClusterError, WorkerLostError
 from elastic_trainer.observability.display import Display, choose_display
+from elastic_trainer.observability.lines import Follower
 from elastic_trainer.observability.record import METRICS_FILE
 from elastic_trainer.observability.runs import is_run, read_plan, read_status
 from elastic_trainer.run.cluster import add_working_folder, connected, worker_environment
@@ -178,7 +178,7 @@ class Watcher:
         self._run_dir, self._shown = launch.run_dir, shown
         self._after = launch.update
         self._since = time.time()
-        self._offset: int | None = None
+        self._lines = Follower(launch.run_dir / METRICS_FILE)
         self._generation: int | None = None
 
     def update(self) -> None:
@@ -198,13 +198,8 @@ class Watcher:
     def _new_lines(self) -> Iterator[dict[str, Any]]:
         if self._generation is None:
             return
-        try:
-            with open(self._run_dir / METRICS_FILE, encoding="utf-8") as file:
-                file.seek(self._offset or 0)
-                while (text := file.readline()).endswith("\n"):
-                    self._offset = file.tell()
-                    line = json.loads(text)
-                    if line["update"] > self._after:
-                        yield line
-        except FileNotFoundError:
-            return  # no update has been committed yet
+        # Updates that are done again stand in the file again, and are shown once.
+        for line in self._lines.look()[1]:
+            if line["update"] > self._after:
+                self._after = line["update"]
+                yield line

@@ -1,6 +1,5 @@
 """A real run, seen through its folder, and the levers that its cluster gives."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from elastic_trainer.actors.handles import CoordinatorHandle, StageHandle
 from elastic_trainer.config import load_config
 from elastic_trainer.elastic.events import Cause
 from elastic_trainer.errors import RunError
+from elastic_trainer.observability.lines import Follower
 from elastic_trainer.observability.record import CONFIG_FILE, MEMBERSHIP_FILE, METRICS_FILE
 from elastic_trainer.observability.runs import read_audit, read_plan, read_status
 from elastic_trainer.pipeline.hooks import RuntimeHooks
@@ -19,40 +19,15 @@ from elastic_trainer.types import WorkerId
 _LOSSES = {cause.value: cause for cause in Cause}
 
 
-class Follower:
-    """The lines of a JSONL file that grows at its end, or is cut back there and grows again."""
-
-    def __init__(self, path: Path) -> None:
-        self.lines: list[dict[str, Any]] = []
-        self._path = path
-        self._offset = 0
-        self._last = b""
-
-    def look(self) -> None:
-        """Read what is new; all of it again if what was read last is not there any more."""
-        if not self._path.exists():
-            return
-        with open(self._path, "rb") as file:
-            file.seek(self._offset - len(self._last))
-            if file.read(len(self._last)) != self._last:
-                self.lines.clear()
-                self._offset, self._last = 0, b""
-                file.seek(0)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self.lines.append(json.loads(line))
-                self._offset += len(line)
-                self._last = line
-
-
 class FolderView:
     """What the run's folder tells, as of the last look."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
-        self._updates = Follower(run_dir / METRICS_FILE)
-        self._history = Follower(run_dir / MEMBERSHIP_FILE)
+        self._follow_updates = Follower(run_dir / METRICS_FILE)
+        self._follow_history = Follower(run_dir / MEMBERSHIP_FILE)
+        self._commits: list[Commit] = []
+        self._losses: list[Loss] = []
         self._status: dict[str, Any] = {}
         self._plan: dict[str, Any] = {}
 
@@ -61,8 +36,12 @@ class FolderView:
         # way round.
         self._plan = read_plan(self._run_dir)
         self._status = read_status(self._run_dir)
-        self._history.look()
-        self._updates.look()
+        _, changes = self._follow_history.look()
+        self._losses += [_loss(line) for line in changes if _is_loss(line)]
+        anew, updates = self._follow_updates.look()
+        if anew:
+            self._commits.clear()
+        self._commits += [_commit(line) for line in updates]
 
     @property
     def state(self) -> str:
@@ -85,24 +64,11 @@ class FolderView:
 
     @property
     def commits(self) -> Sequence[Commit]:
-        return [
-            Commit(update=line["update"], generation=line["generation"], at=line["time"])
-            for line in self._updates.lines
-        ]
+        return self._commits
 
     @property
     def losses(self) -> Sequence[Loss]:
-        return [
-            Loss(
-                worker=line["worker"],
-                cause=_LOSSES[line["cause"]],
-                at=line["time"],
-                detect_s=line["detect_s"] or 0.0,
-                commit_s=line["first_commit_s"],
-            )
-            for line in self._history.lines
-            if line["cause"] in _LOSSES and line["worker"]
-        ]
+        return self._losses
 
     def facts(self, now: float, since: float) -> Facts:
         """What a verdict needs; losses before `since` are none of its business."""
@@ -117,6 +83,24 @@ class FolderView:
             audit=problem,
             num_audited=checked,
         )
+
+
+def _commit(line: Mapping[str, Any]) -> Commit:
+    return Commit(update=line["update"], generation=line["generation"], at=line["time"])
+
+
+def _is_loss(line: Mapping[str, Any]) -> bool:
+    return line["cause"] in _LOSSES and bool(line["worker"])
+
+
+def _loss(line: Mapping[str, Any]) -> Loss:
+    return Loss(
+        worker=line["worker"],
+        cause=_LOSSES[line["cause"]],
+        at=line["time"],
+        detect_s=line["detect_s"] or 0.0,
+        commit_s=line["first_commit_s"],
+    )
 
 
 class RayLevers:

@@ -10,7 +10,7 @@ import pytest
 from elastic_trainer.config import load_config, to_yaml
 from elastic_trainer.elastic.events import Cause
 from elastic_trainer.observability.record import MEMBERSHIP_FILE, RunRecord
-from elastic_trainer.testing.chaos.live import FolderView, Follower, check_audit, compare_samples
+from elastic_trainer.testing.chaos.live import FolderView, check_audit, compare_samples
 from elastic_trainer.testing.chaos.verdict import Commit, Loss
 from elastic_trainer.testing.runs import training_batches
 from elastic_trainer.types import Plan, Prediction, StagePlan
@@ -79,42 +79,17 @@ def test_losses_and_nothing_else_of_the_history(tmp_path: Path) -> None:
     ]
 
 
-def test_a_file_that_is_cut_back_and_grows_again(tmp_path: Path) -> None:
-    """As the metrics are when updates are done again."""
-    file = tmp_path / "lines"
-    follower = Follower(file)
-    follower.look()
-    assert follower.lines == []
+def test_updates_that_are_done_again(tmp_path: Path) -> None:
     with RunRecord(tmp_path / "run") as record:
-        follower = Follower(record.path / "metrics.jsonl")
-
-        def updates() -> list[tuple[int, int]]:
-            follower.look()
-            return [(line["update"], line["generation"]) for line in follower.lines]
-
+        record.write_config(to_yaml(load_config(None)))
+        view = FolderView(record.path)
         for update in range(1, 6):
-            record.append_update({"update": update, "generation": 1})
-        assert updates() == [(u, 1) for u in range(1, 6)]
+            record.append_update({"update": update, "generation": 1, "time": 1.0})
+        view.look()
         record.truncate_after(3)
-        record.append_update({"update": 4, "generation": 2})
-        assert updates() == [(1, 1), (2, 1), (3, 1), (4, 2)]
-        record.truncate_after(2)
-        for update in range(3, 9):  # longer than before at once
-            record.append_update({"update": update, "generation": 3})
-        assert updates() == [(1, 1), (2, 1), *((u, 3) for u in range(3, 9))]
-        assert updates() == [(1, 1), (2, 1), *((u, 3) for u in range(3, 9))]
-
-
-def test_a_line_that_is_being_written(tmp_path: Path) -> None:
-    file = tmp_path / "lines"
-    follower = Follower(file)
-    file.write_text('{"a": 1}\n{"a"')
-    follower.look()
-    assert follower.lines == [{"a": 1}]
-    with file.open("a") as more:
-        more.write(": 2}\n")
-    follower.look()
-    assert follower.lines == [{"a": 1}, {"a": 2}]
+        record.append_update({"update": 4, "generation": 2, "time": 2.0})
+        view.look()
+    assert [(c.update, c.generation) for c in view.commits] == [(1, 1), (2, 1), (3, 1), (4, 2)]
 
 
 SYNTHETIC = {
