@@ -4,6 +4,8 @@ actor whose compute calls run one by one, beside a few control calls."""
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +29,12 @@ from elastic_trainer.errors import (
 from elastic_trainer.models.registry import load_model, ties
 from elastic_trainer.pipeline.failures import place, update_of
 from elastic_trainer.pipeline.feed import ChannelFeed
+from elastic_trainer.pipeline.overheads import measure_messages, together
 from elastic_trainer.pipeline.profiler import device_class, profile_layers
 from elastic_trainer.pipeline.runtime import StageRuntime
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.transport.exchange import Exchange
+from elastic_trainer.transport.zmq_channel import ZmqChannel
 from elastic_trainer.types import Plan, Profile, StageReport, WorkerId
 
 
@@ -44,6 +48,7 @@ class StageWorker:
         torch.set_num_threads(config.numerics.threads_per_stage)
         self.model = load_model(config)
         self._channels = open_channels(worker, config, private_dir, self.device)
+        self._private_dir = Path(private_dir)
         self._exchange: Exchange | None = None
         self._runtime: StageRuntime | None = None
         self._plan: Plan | None = None
@@ -82,13 +87,16 @@ class StageWorker:
         torch.set_num_threads(self.config.numerics.threads_per_stage)
         fields = {name: torch.from_numpy(array.copy()) for name, array in sample.items()}
         layers = iter(self.model.layers)
-        return profile_layers(
+        profile = profile_layers(
             self.model,
             self.config,
             fields,
             self.device,
             advanced=lambda: self._at(f"the profile of layer {next(layers).name}"),
         )
+        self._at("the profile of messages")
+        messages = measure_messages(partial(ZmqChannel, private_dir=self._private_dir))
+        return replace(profile, overheads=together(profile.overheads, messages))
 
     def configure(
         self,
