@@ -128,7 +128,7 @@ class StageHandle:
             scheduling_strategy=PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=bundle
             ),
-            runtime_env={"env_vars": dict(env)},
+            runtime_env=_variables(env),
             **options,
         ).remote(worker, config, private_dir)
 
@@ -186,7 +186,7 @@ class LoaderHandle:
                 num_cpus=0,
                 max_restarts=0,
                 scheduling_strategy=_this_node(),
-                runtime_env={"env_vars": dict(env)},
+                runtime_env=_variables(env),
             )
             .remote(worker, config, private_dir)
         )
@@ -254,7 +254,7 @@ class CoordinatorHandle:
                 lifetime="detached" if detached else None,
                 num_cpus=0,
                 scheduling_strategy=_this_node(),
-                runtime_env={"env_vars": dict(env)},
+                runtime_env=_variables(env),
             )
             .remote(run, config, run_dir, start)
         )
@@ -309,6 +309,11 @@ def actor_name(run_dir: str) -> str:
 def _groups(**threads: int) -> dict[str, Any]:
     """Calls of one group run in order on that many threads; Ray's own typing lacks the option."""
     return {"concurrency_groups": threads}
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, Any]:
+    """A runtime environment with these variables: none at all lets Ray use a waiting process."""
+    return {"env_vars": dict(env)} if env else {}
 
 
 def _this_node() -> NodeAffinitySchedulingStrategy:

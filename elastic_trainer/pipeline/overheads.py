@@ -21,8 +21,8 @@ from elastic_trainer.transport.tree import flatten
 from elastic_trainer.types import Overheads, StagePlan
 
 PAUSE_S = 0.003  # so long sleep threads between actions, at the least
-CACHE_BYTES = 16 << 20  # what other work has put in the place of ours meanwhile
-REPEATS = 15
+CACHE_BYTES = 4 << 20  # what other work has put in the place of ours meanwhile
+REPEATS = 9
 SMALL_BYTES, BIG_BYTES = 4096, 1 << 20
 _META = {"tree": ["t", 0], "grad": [True]}
 _LIMIT_S = 10.0

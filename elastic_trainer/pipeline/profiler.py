@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from elastic_trainer.config import Config
 from elastic_trainer.models.layers import ModelSpec, build_layer, first_input, layer_kwargs
-from elastic_trainer.pipeline.optim import build_optimizer
+from elastic_trainer.pipeline.optim import build_optimizer, take_step
 from elastic_trainer.pipeline.overheads import measure_stage
 from elastic_trainer.pipeline.reduce import parameter_norms
 from elastic_trainer.transport.tree import flatten, unflatten
@@ -133,7 +133,7 @@ def _step(
         return 0.0
     begin = _now(device)
     parameter_norms(grads)
-    optimizer.step()
+    take_step(optimizer)
     return _now(device) - begin
 
 

@@ -13,7 +13,6 @@ from elastic_trainer.checkpoint.store import CheckpointStore
 from elastic_trainer.config import Config, load_config, recipe_names
 from elastic_trainer.data.info import describe
 from elastic_trainer.errors import CheckpointError, ConfigError, PlanError, RunError
-from elastic_trainer.models.registry import load_model
 from elastic_trainer.observability.record import CONFIG_FILE, is_alive, new_run_name
 from elastic_trainer.observability.runs import is_run
 from elastic_trainer.run.cluster import resolve_address
@@ -92,8 +91,12 @@ def prepare(
     run_dir: str | Path | None = None,
     resume: str | None = None,
     fast_dev_run: bool = False,
+    with_model: bool = True,
 ) -> Launch:
     """Check everything that can be checked without a cluster.
+
+    Args:
+        with_model: load the model, too, which takes seconds; else `check_model` is left to do.
 
     Raises:
         ElasticTrainerError: what is wrong and what to do.
@@ -101,7 +104,8 @@ def prepare(
     config = resolve_config(
         source, overrides, workers=workers, address=address, fast_dev_run=fast_dev_run
     )
-    _check_model(config)
+    if with_model:
+        check_model(config)
     _check_port(config)
     label = config.model.target.rpartition(":")[2] if config.model.target else config.model.name
     name = config.run.name or new_run_name(label, time.time())
@@ -167,8 +171,8 @@ def _resume_point(store: CheckpointStore, resume: str) -> ResumePoint | None:
     return point
 
 
-def _check_model(config: Config) -> None:
-    """Refuse what the workers would refuse: they start in seconds, this takes none.
+def check_model(config: Config) -> None:
+    """Refuse what the workers would refuse, before there are any.
 
     Left to the workers: modules that may be on a cluster's nodes only, and Hugging Face models,
     whose library takes long to load.
@@ -176,6 +180,8 @@ def _check_model(config: Config) -> None:
     is_hf = config.model.target is None and config.model.name == "hf"
     if is_hf or resolve_address(config.cluster.address) != "local":
         return
+    from elastic_trainer.models.registry import load_model  # torch: takes seconds to load
+
     num_layers, num_workers = len(load_model(config).layers), config.cluster.num_workers
     if num_workers > num_layers:
         raise PlanError(

@@ -9,7 +9,7 @@ from elastic_trainer.config import Config
 from elastic_trainer.pipeline import overheads
 from elastic_trainer.pipeline.overheads import measure_messages, measure_stage, together
 from elastic_trainer.pipeline.stage import Stage
-from elastic_trainer.transport.channel import Channel
+from elastic_trainer.transport.channel import Channel, Tag
 from elastic_trainer.transport.in_process import InProcessNetwork
 
 LATE_S = 0.02
@@ -45,7 +45,7 @@ def test_slow_sends_and_slow_links_are_told_apart() -> None:
             time.sleep(LATE_S)
             send(*args)  # type: ignore[arg-type]
 
-        channel.send = slow  # type: ignore[method-assign]
+        channel.send = slow  # type: ignore[method-assign, assignment]
         return channel
 
     found = measure_messages(open_channel)
@@ -65,4 +65,4 @@ def test_channels_are_closed_afterwards() -> None:
     measure_messages(open_channel)
     for channel in opened:
         with pytest.raises(Exception, match="closed"):
-            channel.recv("nobody", overheads.Tag(0, "F", 0, 0), 0.1)
+            channel.recv("nobody", Tag(0, "F", 0, 0), 0.1)
