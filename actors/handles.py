@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from elastic_trainer.actors.entry import Loader, StageWorker
 from elastic_trainer.actors.pending import Pending
 from elastic_trainer.actors.watch import Mark
 from elastic_trainer.checkpoint.progress import SaveProgress
@@ -65,9 +66,6 @@ class StageHandle:
         env: Mapping[str, str],
     ) -> "StageHandle":
         """Start the worker in the one bundle of `group`; never waits."""
-        # Imported here: programs that only find or stop a run need no torch.
-        from elastic_trainer.actors.stage_worker import StageWorker
-
         actor = (
             ray.remote(**_groups(compute=1, control=2, storage=1))(StageWorker)
             .options(
@@ -78,7 +76,7 @@ class StageHandle:
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
                     placement_group=group, placement_group_bundle_index=0
                 ),
-                runtime_env={"env_vars": dict(env)},
+                runtime_env=_variables(env),
                 **_resource_options(resources),
             )
             .remote(worker, config, private_dir)
@@ -95,9 +93,9 @@ class StageHandle:
         return cls(worker, ray.get_actor(worker_name(run_dir, worker), namespace=NAMESPACE))
 
     def _call(self, group: str, method: str, *args: Any) -> Pending[Any]:
-        call = getattr(self._actor, method).options(concurrency_group=group)
+        call = self._actor.call.options(concurrency_group=group)
         line = self.line if group == "compute" else f"{self.worker} {group}"
-        return Pending(call.remote(*args), self.worker, line)
+        return Pending(call.remote(method, *args), self.worker, line)
 
     def describe(self) -> Pending[Mapping[str, Any]]:
         return self._call("control", "describe")
@@ -172,8 +170,6 @@ class LoaderHandle:
     def __init__(
         self, worker: WorkerId, config: Config, private_dir: str, env: Mapping[str, str]
     ) -> None:
-        from elastic_trainer.actors.loader import Loader
-
         self.worker = worker
         self.line = str(worker)
         self._actor: Any = (
@@ -182,15 +178,15 @@ class LoaderHandle:
                 num_cpus=0,
                 max_restarts=0,
                 scheduling_strategy=_this_node(),
-                runtime_env={"env_vars": dict(env)},
+                runtime_env=_variables(env),
             )
             .remote(worker, config, private_dir)
         )
 
     def _call(self, method: str, *args: Any, group: str = "main") -> Pending[Any]:
-        call = getattr(self._actor, method).options(concurrency_group=group)
+        call = self._actor.call.options(concurrency_group=group)
         line = self.line if group == "main" else f"{self.worker} {group}"
-        return Pending(call.remote(*args), self.worker, line)
+        return Pending(call.remote(method, *args), self.worker, line)
 
     def describe(self) -> Pending[Mapping[str, Any]]:
         return self._call("describe")
@@ -259,7 +255,7 @@ class CoordinatorHandle:
                 max_restarts=-1,
                 max_task_retries=-1,
                 scheduling_strategy=_this_node(),
-                runtime_env={"env_vars": dict(env)},
+                runtime_env=_variables(env),
             )
             .remote(run, config, run_dir, start)
         )
@@ -311,6 +307,11 @@ def worker_name(run_dir: str, worker: WorkerId) -> str:
 def _groups(**threads: int) -> dict[str, Any]:
     """Calls of one group run in order on that many threads; Ray's own typing lacks the option."""
     return {"concurrency_groups": threads}
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, Any]:
+    """A runtime environment with these variables: none at all lets Ray use a waiting process."""
+    return {"env_vars": dict(env)} if env else {}
 
 
 def _this_node() -> NodeAffinitySchedulingStrategy:

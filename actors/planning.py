@@ -18,12 +18,13 @@ from elastic_trainer.planner.plan import commit_every, make_plan, stage_ties
 from elastic_trainer.schedule.actions import ActionLists
 from elastic_trainer.schedule.build import build, forward_only, is_asynchronous
 from elastic_trainer.schedule.validate import validate
-from elastic_trainer.types import LayerProfile, Plan, Profile, WorkerId
+from elastic_trainer.types import LayerProfile, Overheads, Plan, Profile, WorkerId
 from elastic_trainer.version import __version__
 
 SHIPPED_MODELS = "elastic_trainer.models.registry"
 SEGMENT_S = 2.0  # a synchronous segment lasts about this long
 MAX_SEGMENT_UPDATES = 64
+PROFILE_FORMAT = 2  # counts up when profiles measure something else
 
 
 def cache_folder() -> Path:
@@ -66,6 +67,8 @@ def profile_key(
         "precision": config.train.precision,
         "threads": config.numerics.threads_per_stage,
         "device_class": description["device_class"],
+        "optim": config.optim.name,
+        "format": PROFILE_FORMAT,
         "version": __version__,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
@@ -96,8 +99,8 @@ def load_profile(key: str) -> Profile | None:
     try:
         data = json.loads((cache_folder() / f"{key}.json").read_text())
         layers = tuple(LayerProfile(**layer) for layer in data.pop("layers"))
-        return Profile(layers=layers, **data)
-    except (OSError, ValueError, TypeError):
+        return Profile(layers=layers, overheads=Overheads(**data.pop("overheads")), **data)
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -125,6 +125,12 @@ def private_folder(key: str) -> str:
     return str(Path(parent) / f"et-{digest}")
 
 
-def _environment(threads: int) -> dict[str, str]:
+def thread_limits(threads: int) -> dict[str, str]:
+    """Environment variables that limit a process to so many compute threads."""
     # OpenMP reads it once, at start; torch.set_num_threads alone leaves other pools unlimited.
     return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+def _environment(threads: int) -> dict[str, str]:
+    """What an actor's process needs beyond what it inherits from its node, as this one did."""
+    return {k: v for k, v in thread_limits(threads).items() if os.environ.get(k) != v}

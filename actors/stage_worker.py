@@ -5,6 +5,8 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,9 +43,11 @@ from elastic_trainer.models.registry import load_model, ties
 from elastic_trainer.pipeline.failures import place, update_of
 from elastic_trainer.pipeline.feed import ChannelFeed
 from elastic_trainer.pipeline.hooks import HookSet, RuntimeHooks
+from elastic_trainer.pipeline.overheads import measure_messages, together
 from elastic_trainer.pipeline.profiler import device_class, profile_layers
 from elastic_trainer.pipeline.runtime import StageRuntime
 from elastic_trainer.schedule.segment import Segment
+from elastic_trainer.transport.zmq_channel import ZmqChannel
 from elastic_trainer.types import (
     ConfigureReport,
     LayerName,
@@ -73,6 +77,7 @@ class StageWorker:
         self._state_channel = open_state_channel(worker, config, private_dir)
         self._state = StateService(worker, self._state_channel, config.elastic.stall_limit_s)
         self._fence = Fence(worker)
+        self._private_dir = Path(private_dir)
         self._runtime: StageRuntime | None = None
         self._hooks = HookSet()
         self._plan: Plan | None = None
@@ -129,13 +134,16 @@ class StageWorker:
         torch.set_num_threads(self.config.numerics.threads_per_stage)
         fields = {name: torch.from_numpy(array.copy()) for name, array in sample.items()}
         layers = iter(self.model.layers)
-        return profile_layers(
+        profile = profile_layers(
             self.model,
             self.config,
             fields,
             self.device,
             advanced=lambda: self._at(f"the profile of layer {next(layers).name}"),
         )
+        self._at("the profile of messages")
+        messages = measure_messages(partial(ZmqChannel, private_dir=self._private_dir))
+        return replace(profile, overheads=together(profile.overheads, messages))
 
     def abort(self, generation: int, reason: str) -> None:
         """Wake whatever waits in `generation` or an older one; its queued work ends at once."""

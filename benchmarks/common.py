@@ -8,6 +8,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,16 @@ def arguments(description: str, repeats: int = 5) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(config: dict[str, Any], *overrides: str) -> list[dict[str, Any]]:
-    """Train in a scratch folder without evaluation; the lines of its metrics file.
+@dataclass(frozen=True)
+class Trained:
+    """A finished run: the lines of its metrics file, and the step time that its plan predicted."""
+
+    lines: list[dict[str, Any]]
+    predicted_step_s: float
+
+
+def train(config: dict[str, Any], *overrides: str) -> Trained:
+    """Train in a scratch folder without evaluation.
 
     Raises:
         RuntimeError: the run did not complete.
@@ -40,7 +49,8 @@ def train(config: dict[str, Any], *overrides: str) -> list[dict[str, Any]]:
         if result.status != "completed":
             raise RuntimeError(f"{result.status}: {result.reason}")
         lines = (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        plan = json.loads((Path(folder) / "run" / "plan.json").read_text())
+        return Trained([json.loads(line) for line in lines], plan["predicted"]["step_s"])
 
 
 def median_step_s(lines: Sequence[dict[str, Any]], skip: int) -> float:

@@ -43,10 +43,10 @@ def emulated(
     }
 
 
-def predicted_s(
+def nominal_s(
     schedule: str, num_stages: int, groups: Sequence[int], forward_s: float, backward_s: float
 ) -> float:
-    """Makespan that the simulator gives a segment of these groups."""
+    """Makespan of a segment of these groups if nothing but the layers took time."""
     seconds = {Kind.F: forward_s, Kind.B: backward_s}
 
     def duration(action: Action) -> float:

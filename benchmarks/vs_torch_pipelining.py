@@ -40,7 +40,7 @@ def config(num_stages: int) -> dict[str, Any]:
 
 
 def ours(num_stages: int) -> float:
-    return BATCH * LENGTH / median_step_s(train(config(num_stages)), WARMUP)
+    return BATCH * LENGTH / median_step_s(train(config(num_stages)).lines, WARMUP)
 
 
 def peer(num_stages: int, port: int) -> float:

@@ -23,7 +23,8 @@ class LayerProfile:
     """What one layer costs for one full microbatch on one class of device.
 
     `activation_bytes` cross the wire to the next layer; `saved_bytes` stay alive between a
-    microbatch's forward and its backward, the layer's input included.
+    microbatch's forward and its backward, the layer's input included. `optimizer_s` is for one
+    step on the layer's parameters.
     """
 
     name: LayerName
@@ -32,6 +33,23 @@ class LayerProfile:
     activation_bytes: int
     saved_bytes: int
     parameter_bytes: int
+    optimizer_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Overheads:
+    """What a stage needs beside its layers, whatever these are.
+
+    `forward_s` and `backward_s` are for one microbatch. A message keeps its sender busy for
+    `send_s` and is there `link_s` later, each with an addition per byte.
+    """
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    send_s: float = 0.0
+    send_s_per_byte: float = 0.0
+    link_s: float = 0.0
+    link_s_per_byte: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +59,7 @@ class Profile:
     device_class: str
     microbatch_size: int
     layers: tuple[LayerProfile, ...]
+    overheads: Overheads = Overheads()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from elastic_trainer.errors import ModelError
 from elastic_trainer.models.arguments import nearest, require_positive
 from elastic_trainer.models.layers import LayerSpec, ModelSpec
 
+Array = np.ndarray[Any, np.dtype[Any]]
 FLOAT_BYTES = 4
 COSTS = ("forward_s", "backward_s", "activation_bytes")
 MAX_DEBT_S = 0.05
@@ -65,39 +67,70 @@ PACER = Pacer()
 
 
 class _Emulate(torch.autograd.Function):
-    """tanh(first column * weight + bias) in the first column, zeros beside it; sleeps both ways."""
+    """tanh(first column * weight + bias) in the first column, zeros beside it; sleeps both ways.
+
+    Numbers are made by numpy: after a sleep torch needs a tenth of a millisecond for any operation,
+    and what a stage computes is to cost nothing.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: "Emulated") -> Tensor:
         started = PACER.now()
-        column = _first_column(x)
-        y = torch.tanh(column * weight + bias)
-        out = torch.zeros(x.shape[0], layer.width, dtype=y.dtype, device=y.device)
+        scale = _array(weight)
+        column = _first_column(x).astype(scale.dtype, copy=False)
+        y = np.tanh(column * scale + _array(bias))
+        out = np.zeros((len(y), layer.width), y.dtype)
         out[:, 0] = y
-        ctx.save_for_backward(column, y, weight)
-        ctx.layer, ctx.shape, ctx.dtype = layer, x.shape, x.dtype
-        PACER.wait(layer.forward_s * x.shape[0] / layer.microbatch_size, started)
-        return out
+        ctx.kept = column, y, scale.copy()  # of the version that this forward used
+        ctx.layer, ctx.shape, ctx.dtype, ctx.device = layer, x.shape, x.dtype, x.device
+        result = torch.from_numpy(out).to(x.device)
+        PACER.wait(layer.forward_s * len(y) / layer.microbatch_size, started)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor, Tensor, None]:
         started = PACER.now()
-        column, y, weight = ctx.saved_tensors
-        inner = grads[0][:, 0] * (1 - y * y)
+        column, y, scale = ctx.kept
+        inner = _array(grads[0])[:, 0] * (1 - y * y)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.zeros(ctx.shape, dtype=ctx.dtype, device=y.device)
-            grad_x.view(ctx.shape[0], -1)[:, 0] = inner * weight
-        grad_weight, grad_bias = (inner * column).sum().reshape(1), inner.sum().reshape(1)
+            whole = np.zeros(ctx.shape, y.dtype)
+            whole.reshape(len(y), -1)[:, 0] = inner * scale
+            grad_x = torch.from_numpy(whole).to(ctx.device, ctx.dtype)
+        grad_weight = torch.from_numpy((inner * column).sum(keepdims=True)).to(ctx.device)
+        grad_bias = torch.from_numpy(inner.sum(keepdims=True)).to(ctx.device)
         layer: Emulated = ctx.layer
-        PACER.wait(layer.backward_s * ctx.shape[0] / layer.microbatch_size, started)
+        PACER.wait(layer.backward_s * len(y) / layer.microbatch_size, started)
         return grad_x, grad_weight, grad_bias, None
 
 
-def _first_column(x: Tensor) -> Tensor:
-    column = x.reshape(x.shape[0], -1)[:, 0]
+class _SquaredDistance(torch.autograd.Function):
+    """Sum of the squared distances of the first column from one half."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        distance = _array(output)[:, 0] - 0.5
+        ctx.kept = distance, output.shape, output.device
+        return torch.from_numpy((distance * distance).sum(keepdims=True)).to(output.device)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        distance, shape, device = ctx.kept
+        whole = np.zeros(shape, distance.dtype)
+        whole[:, 0] = 2 * distance * grads[0].item()
+        return torch.from_numpy(whole).to(device)
+
+
+def _array(tensor: Tensor) -> Array:
+    """The tensor's numbers, in its own memory where it lies on the host."""
+    found: Array = tensor.numpy(force=True)
+    return found
+
+
+def _first_column(x: Tensor) -> Array:
+    column = _array(x).reshape(len(x), -1)[:, 0]
     # Token ids are brought to the order of one.
-    return column if column.is_floating_point() else column.to(torch.float32) / 1000
+    return column if column.dtype.kind == "f" else column.astype(np.float32) / np.float32(1000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +162,7 @@ class Emulated(nn.Module):
 def squared_distance(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
     """Sum over samples of the squared distance of their number from one half."""
     del batch
-    distance: Tensor = (output[:, 0].float() - 0.5).square().sum()
+    distance: Tensor = _SquaredDistance.apply(output)  # type: ignore[no-untyped-call]
     return distance
 
 

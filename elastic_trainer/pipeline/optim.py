@@ -1,5 +1,6 @@
 """Optimizers: torch.optim unchanged, and access to its state by parameter."""
 
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -22,6 +23,7 @@ def build_optimizer(
     """The optimizer over `params`; None for a stage without parameters of its own."""
     if not params:
         return None
+    _leave_compiler_out()
     lr, decay = config.learning_rate, config.weight_decay
     betas = (config.beta1, config.beta2)
     if config.name == "adamw":
@@ -46,6 +48,25 @@ def build_optimizer(
     raise ConfigError(
         f"optim.name {config.name!r} is not known", "Choose one of adamw, sgd or nadam."
     )
+
+
+def _leave_compiler_out() -> None:
+    """Keep torch from importing its compiler for the first optimizer of a process.
+
+    It would do so, which takes about two seconds, only to exempt these methods from compilation.
+    Where torch does it in another way, this does nothing.
+    """
+    base = torch.optim.Optimizer
+    for method in (base.add_param_group, base.state_dict, base.load_state_dict):
+        plain = getattr(method, "__wrapped__", None)
+        if plain is not None and not hasattr(plain, "__dynamo_disable"):
+            setattr(plain, "__dynamo_disable", plain)  # noqa: B010 - only torch knows the name
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()` without what surrounds it: hooks, traces, and again the compiler."""
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -1,7 +1,7 @@
 """Measure what each layer costs, one layer at a time, so that no worker needs the whole model."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from elastic_trainer.config import Config
 from elastic_trainer.models.layers import ModelSpec, build_layer, first_input, layer_kwargs
+from elastic_trainer.pipeline.optim import build_optimizer, take_step
+from elastic_trainer.pipeline.overheads import measure_stage
+from elastic_trainer.pipeline.reduce import parameter_norms
 from elastic_trainer.transport.tree import flatten, unflatten
-from elastic_trainer.types import LayerProfile, Profile
+from elastic_trainer.types import LayerProfile, Overheads, Profile
 
 REPEATS = 3  # the fastest counts: the others were disturbed, or warmed something up
 
@@ -56,7 +59,17 @@ def profile_layers(
         device_class=device_class(device),
         microbatch_size=config.pipeline.microbatch_size,
         layers=tuple(profiles),
+        overheads=_stage_overheads(config, profiles, device),
     )
+
+
+def _stage_overheads(
+    config: Config, profiles: Sequence[LayerProfile], device: torch.device
+) -> Overheads:
+    """What stages do besides their layers, on an activation of middling size."""
+    sizes = sorted(profile.activation_bytes for profile in profiles)
+    activation = torch.zeros(max(1, sizes[len(sizes) // 2] // 4), device=device)
+    return measure_stage(config, activation)
 
 
 def device_class(device: torch.device) -> str:
@@ -75,7 +88,8 @@ def _measure(
     parameters = list(module.parameters())
     device = parameters[0].device if parameters else next(iter(fields.values())).device
     spec, leaves = flatten(value)
-    forward_s, backward_s, saved_bytes, wire_bytes = [], [], 0, 0
+    optimizer = build_optimizer(parameters, config.optim)
+    forward_s, backward_s, optimizer_s, saved_bytes, wire_bytes = [], [], [], 0, 0
     for _ in range(REPEATS):
         saved: dict[int, int] = {}
         inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in leaves]
@@ -91,6 +105,7 @@ def _measure(
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
         backward_s.append(_now(device) - begin)
+        optimizer_s.append(_step(optimizer, parameters, device))
         for parameter in parameters:
             parameter.grad = None
         own = {p.untyped_storage().data_ptr() for p in parameters}
@@ -100,10 +115,26 @@ def _measure(
         name="",
         forward_s=min(forward_s),
         backward_s=min(backward_s),
+        optimizer_s=min(optimizer_s),
         activation_bytes=wire_bytes,
         saved_bytes=max(saved_bytes, sum(t.numel() * t.element_size() for t in leaves)),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
     )
+
+
+def _step(
+    optimizer: torch.optim.Optimizer | None,
+    parameters: Sequence[nn.Parameter],
+    device: torch.device,
+) -> float:
+    """Seconds of an optimizer step with its look at the gradients."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if optimizer is None or not grads:
+        return 0.0
+    begin = _now(device)
+    parameter_norms(grads)
+    take_step(optimizer)
+    return _now(device) - begin
 
 
 def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:

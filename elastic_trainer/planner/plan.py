@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from elastic_trainer.config import Config
 from elastic_trainer.errors import PlanError
+from elastic_trainer.planner.cost import StageCosts
 from elastic_trainer.planner.memory import MemoryModel, num_moments
 from elastic_trainer.planner.partition import partition
 from elastic_trainer.planner.reasons import Candidate, Choice, Cuts, explain, format_bytes
 from elastic_trainer.planner.simulate import simulate
-from elastic_trainer.schedule.actions import Action, Kind
 from elastic_trainer.schedule.build import build, is_asynchronous
 from elastic_trainer.types import Plan, Prediction, Profile, StagePlan, WorkerId
 
@@ -217,19 +217,10 @@ class _Planner:
 
     def _candidate(self, cuts: Cuts) -> Candidate:
         """What the simulation and the memory model say of these cuts."""
-        layers = self.profile.layers
-        ranges = _ranges(cuts, self.num_layers)
-        forward = [math.fsum(layer.forward_s for layer in layers[a:b]) for a, b in ranges]
-        backward = [math.fsum(layer.backward_s for layer in layers[a:b]) for a, b in ranges]
-
-        def duration(action: Action) -> float:
-            if action.kind is Kind.F:
-                return forward[action.stage]
-            return backward[action.stage] if action.kind is Kind.B else 0.0
-
+        costs = StageCosts(self.profile, cuts)
         ties = stage_ties(self._stages(cuts), self.ties_layers)
         lists = build(self.schedule, self.num_stages, self.groups, ties=ties)
-        timeline = simulate(lists, duration)
+        timeline = simulate(lists, costs.duration, costs.link)
         steps = sum(self.groups) / self.num_microbatches
         predicted = Prediction(
             step_s=timeline.makespan_s / steps,

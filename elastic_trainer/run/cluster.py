@@ -15,6 +15,7 @@ import ray
 from ray.exceptions import AuthenticationError as RayAuthenticationError
 
 from elastic_trainer.actors.handles import NAMESPACE
+from elastic_trainer.actors.site import thread_limits
 from elastic_trainer.config import Config
 from elastic_trainer.errors import AuthenticationError, ClusterError
 
@@ -30,6 +31,7 @@ OWN_RAY = {
     "event_stats": False,
     "worker_niceness": 0,
 }
+NUM_CONTROL = 2
 TOKEN_HINT = (
     "Use the cluster's token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to its file "
     "(default ~/.ray/auth_token), or RAY_AUTH_TOKEN."
@@ -68,11 +70,32 @@ def connected(config: Config) -> Iterator[str]:
     _quieten_ray()
     address = resolve_address(config.cluster.address)
     options = _options(config, address)
-    context = _join(address, options)
+    with _thread_limits(config) if address == "local" else contextlib.nullcontext():
+        context = _join(address, options)
     try:
         yield str(context.address_info["gcs_address"])
     finally:
         ray.shutdown()
+
+
+@contextlib.contextmanager
+def _thread_limits(config: Config) -> Iterator[None]:
+    """Let the processes of our own Ray start with the thread limits of the run's actors.
+
+    Ray starts processes ahead of need, and an actor that asks for other variables than these have
+    would wait for one of its own.
+    """
+    limits = thread_limits(config.numerics.threads_per_stage)
+    before = {name: os.environ.get(name) for name in limits}
+    os.environ.update(limits)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def connect_for_control(address: str) -> None:
@@ -133,8 +156,9 @@ def worker_environment(config: Config) -> dict[str, str]:
 def _options(config: Config, address: str) -> dict[str, Any]:
     common = _common_options(address)
     if address == "local":
-        # CPU workers of a local run may outnumber the cores: the user asked for them.
-        cpus = max(os.cpu_count() or 1, config.cluster.num_workers)
+        # CPU workers of a local run may outnumber the cores: the user asked for them. Ray starts a
+        # process per CPU ahead of need: the coordinator and the loader get one each.
+        cpus = max(os.cpu_count() or 1, config.cluster.num_workers) + NUM_CONTROL
         return {
             **common,
             "num_cpus": cpus,

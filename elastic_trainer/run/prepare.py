@@ -19,7 +19,6 @@ from elastic_trainer.config import (
 )
 from elastic_trainer.data.info import describe
 from elastic_trainer.errors import CheckpointError, ConfigError, PlanError, RunError
-from elastic_trainer.models.registry import load_model
 from elastic_trainer.observability.record import CONFIG_FILE, is_alive, new_run_name
 from elastic_trainer.observability.runs import is_run
 from elastic_trainer.run.cluster import resolve_address
@@ -40,7 +39,7 @@ FAST_DEV_RUN = (  # every part runs once, in seconds
 class Launch:
     """A run that may start: all of it has been checked.
 
-    `num_layers` is None where only the workers can tell.
+    `num_layers` is None where only the workers can tell, or `check_model` has not been asked yet.
     """
 
     config: Config
@@ -105,8 +104,12 @@ def prepare(
     run_dir: str | Path | None = None,
     resume: str | None = None,
     fast_dev_run: bool = False,
+    with_model: bool = True,
 ) -> Launch:
     """Check everything that can be checked without a cluster.
+
+    Args:
+        with_model: load the model, too, which takes seconds; else `check_model` is left to do.
 
     Raises:
         ElasticTrainerError: what is wrong and what to do.
@@ -114,7 +117,7 @@ def prepare(
     config = resolve_config(
         source, overrides, workers=workers, address=address, fast_dev_run=fast_dev_run
     )
-    num_layers = _check_model(config)
+    num_layers = check_model(config) if with_model else None
     _check_port(config)
     label = config.model.target.rpartition(":")[2] if config.model.target else config.model.name
     name = config.run.name or new_run_name(label, time.time())
@@ -181,8 +184,8 @@ def _resume_point(store: CheckpointStore, resume: str) -> ResumePoint | None:
     return point
 
 
-def _check_model(config: Config) -> int | None:
-    """Refuse what the workers would refuse: they start in seconds, this takes none.
+def check_model(config: Config) -> int | None:
+    """Refuse what the workers would refuse, before there are any.
 
     Returns how many layers the model has, None if it is left to the workers.
 
@@ -192,6 +195,8 @@ def _check_model(config: Config) -> int | None:
     is_hf = config.model.target is None and config.model.name == "hf"
     if is_hf or resolve_address(config.cluster.address) != "local":
         return None
+    from elastic_trainer.models.registry import load_model  # torch: takes seconds to load
+
     num_layers, fewest = len(load_model(config).layers), fewest_workers(config)
     if fewest > num_layers:
         raise PlanError(

@@ -144,10 +144,7 @@ def read_tensors(header: Header, frames: Sequence[Frame], device: torch.device) 
                 f"brings {len(frame)} bytes"
             )
         try:
-            if len(frame):
-                tensors.append(_place(frame, device).view(dtype).view(shape))
-            else:
-                tensors.append(torch.empty(shape, dtype=dtype, device=device))
+            tensors.append(_place(frame, dtype, shape, device))
         except (RuntimeError, OverflowError, TypeError) as error:
             raise TransportError(
                 f"{header.tag} from {header.sender} announces an impossible shape {shape}"[:200]
@@ -155,9 +152,11 @@ def read_tensors(header: Header, frames: Sequence[Frame], device: torch.device) 
     return tensors
 
 
-def _place(frame: Frame, device: torch.device) -> Tensor:
-    source = torch.frombuffer(frame, dtype=torch.uint8)
-    if device.type != "cuda":
-        return source.clone()
-    pinned = torch.empty(len(frame), dtype=torch.uint8, pin_memory=True).copy_(source)
-    return pinned.to(device, non_blocking=True)
+def _place(
+    frame: Frame, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> Tensor:
+    on_gpu = device.type == "cuda"
+    host = torch.empty(shape, dtype=dtype, pin_memory=on_gpu)
+    if len(frame):
+        host_bytes(host)[:] = frame
+    return host.to(device, non_blocking=True) if on_gpu else host

@@ -1,0 +1,76 @@
+"""What actions cost: layers, what stages do beside them, and messages."""
+
+from dataclasses import replace
+
+import pytest
+
+from elastic_trainer.config import Config, PipelineConfig, TrainConfig
+from elastic_trainer.planner.cost import StageCosts
+from elastic_trainer.planner.plan import make_plan
+from elastic_trainer.schedule.actions import Action, Kind
+from elastic_trainer.types import LayerProfile, Overheads, Profile
+
+LAYERS = tuple(
+    LayerProfile(
+        name=f"layer.{i}",
+        forward_s=0.1 * (i + 1),
+        backward_s=0.2 * (i + 1),
+        optimizer_s=0.01 * (i + 1),
+        activation_bytes=1000 * (i + 1),
+        saved_bytes=4,
+        parameter_bytes=4,
+    )
+    for i in range(4)
+)
+OVERHEADS = Overheads(
+    forward_s=0.003,
+    backward_s=0.004,
+    send_s=0.001,
+    send_s_per_byte=1e-6,
+    link_s=0.002,
+    link_s_per_byte=2e-6,
+)
+PROFILE = Profile(device_class="cpu", microbatch_size=1, layers=LAYERS, overheads=OVERHEADS)
+
+
+def test_an_action_costs_its_layers_and_what_the_stage_does_beside_them() -> None:
+    costs = StageCosts(PROFILE, [1])
+    assert costs.duration(Action(Kind.F, 1, 0)) == pytest.approx(0.2 + 0.3 + 0.4 + 0.003)
+    assert costs.duration(Action(Kind.B, 0, 0)) == pytest.approx(0.2 + 0.004)
+    assert costs.duration(Action(Kind.OPT, 1, 0)) == pytest.approx(0.09)
+    assert costs.duration(Action(Kind.REDUCE, 1, 0)) == 0.0
+
+
+def test_a_gradient_is_as_big_as_the_activation_that_came() -> None:
+    costs = StageCosts(PROFILE, [1, 3])
+    forth, back = Action(Kind.SEND_F, 1, 0), Action(Kind.SEND_B, 1, 0)
+    assert costs.duration(forth) == pytest.approx(0.001 + 3000e-6)
+    assert costs.duration(back) == pytest.approx(0.001 + 1000e-6)
+    assert costs.link(forth) == pytest.approx(0.002 + 2 * 3000e-6)
+    assert costs.link(back) == pytest.approx(0.002 + 2 * 1000e-6)
+
+
+def test_a_plan_predicts_messages_and_overheads() -> None:
+    """One microbatch on two stages: every cost lies on the critical path once."""
+    config = Config(
+        pipeline=PipelineConfig(cuts=[2], microbatch_size=1), train=TrainConfig(global_batch_size=1)
+    )
+    plan = make_plan(PROFILE, config, ["a", "b"], 1)
+    costs = StageCosts(PROFILE, [2])
+    actions = [
+        Action(kind, stage, 0)
+        for kind, stage in [
+            (Kind.F, 0),
+            (Kind.SEND_F, 0),
+            (Kind.F, 1),
+            (Kind.B, 1),
+            (Kind.SEND_B, 1),
+            (Kind.B, 0),
+            (Kind.OPT, 0),
+        ]
+    ]
+    sends = [action for action in actions if action.kind in (Kind.SEND_F, Kind.SEND_B)]
+    expected = sum(map(costs.duration, actions)) + sum(map(costs.link, sends))
+    assert plan.predicted.step_s == pytest.approx(expected)
+    bare = make_plan(replace(PROFILE, overheads=Overheads()), config, ["a", "b"], 1)
+    assert bare.predicted.step_s < plan.predicted.step_s
