@@ -184,16 +184,23 @@ def _resume_point(store: CheckpointStore, resume: str) -> ResumePoint | None:
     return point
 
 
+def leaves_model_to_workers(config: Config) -> bool:
+    """Whether only the workers look at the model before it runs: its module may be on a cluster's
+    nodes only, and Hugging Face's library takes long to load."""
+    is_hf = config.model.target is None and config.model.name == "hf"
+    return is_hf or resolve_address(config.cluster.address) != "local"
+
+
 def check_model(config: Config) -> int | None:
     """Refuse what the workers would refuse, before there are any.
 
     Returns how many layers the model has, None if it is left to the workers.
 
-    Left to the workers: modules that may be on a cluster's nodes only, and Hugging Face models,
-    whose library takes long to load.
+    Raises:
+        PlanError: it has fewer layers than the run has workers at the least.
+        ModelError: it cannot be imported or built.
     """
-    is_hf = config.model.target is None and config.model.name == "hf"
-    if is_hf or resolve_address(config.cluster.address) != "local":
+    if leaves_model_to_workers(config):
         return None
     from elastic_trainer.models.registry import load_model  # torch: takes seconds to load
 
