@@ -134,7 +134,7 @@ def _options(config: Config, address: str) -> dict[str, Any]:
     common = _common_options(address)
     if address == "local":
         # CPU workers of a local run may outnumber the cores: the user asked for them.
-        cpus = max(os.cpu_count() or 1, config.cluster.num_workers)
+        cpus = max(os.cpu_count() or 1, config.cluster.num_workers + config.elastic.num_spares)
         return {
             **common,
             "num_cpus": cpus,
