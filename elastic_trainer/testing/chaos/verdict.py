@@ -27,6 +27,11 @@ class Done:
     at: float = 0.0
     problem: str = ""
 
+    @property
+    def deadly(self) -> bool:
+        """Whether the workers must be gone after it."""
+        return not self.problem and (self.step.lethal or isinstance(self.step.what, Drain))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
@@ -104,11 +109,9 @@ class Verdict:
 
 def judge(done: Sequence[Done], facts: Facts, limit_s: float) -> Verdict:
     """The verdict. `limit_s`: from a fault to the next committed update."""
-    rows, explained = [], set[Loss]()
-    for one in done:
-        losses = _losses_of(one, facts, explained)
-        explained.update(losses)
-        rows.append(_row(one, losses, facts, limit_s))
+    losses = _explain(done, facts)
+    rows = [_row(one, losses[index], facts, limit_s) for index, one in enumerate(done)]
+    explained = {loss for of_one in losses.values() for loss in of_one}
     problems = [_standstill(done, facts, limit_s), facts.audit]
     for loss in facts.losses:
         if loss.cause in FAILURES and loss not in explained:
@@ -141,15 +144,25 @@ def recovered_at(one: Done, losses: Sequence[Loss], commits: Sequence[Commit]) -
     return min(after, default=None)
 
 
-def _losses_of(one: Done, facts: Facts, explained: set[Loss]) -> list[Loss]:
-    """The losses that a step explains: of the workers that it hit, after it."""
-    if one.problem:
-        return []
-    return [
-        loss
-        for loss in facts.losses
-        if loss.worker in one.workers and loss.at >= one.at and loss not in explained
-    ]
+def _explain(done: Sequence[Done], facts: Facts) -> dict[int, list[Loss]]:
+    """The losses that each step accounts for: of the workers that it hit, after it.
+
+    What must cost a worker goes first; that another fault did so, too, is then out of question.
+    """
+    found: dict[int, list[Loss]] = {}
+    left = list(facts.losses)
+    for index in sorted(range(len(done)), key=lambda i: not done[i].deadly):
+        one = done[index]
+        found[index] = [
+            loss
+            for loss in left
+            if loss.worker in one.workers
+            and loss.at >= one.at
+            and not one.problem
+            and (loss.cause in FAILURES or isinstance(one.step.what, Drain))
+        ]
+        left = [loss for loss in left if loss not in found[index]]
+    return found
 
 
 def _row(one: Done, losses: Sequence[Loss], facts: Facts, limit_s: float) -> Row:
@@ -196,8 +209,9 @@ def _began(one: Done, losses: Sequence[Loss], facts: Facts) -> float:
         return one.at
     if losses:
         return min(loss.at - loss.detect_s for loss in losses)
-    before = [c.at for c in facts.commits if c.update < one.step.at_update]
-    return max(before, default=one.at)
+    # An update that is done again was first committed before the fault.
+    update = max((c.update for c in facts.commits if c.update < one.step.at_update), default=0)
+    return min((c.at for c in facts.commits if c.update == update), default=one.at)
 
 
 def _standstill(done: Sequence[Done], facts: Facts, limit_s: float) -> str:
