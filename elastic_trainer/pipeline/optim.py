@@ -1,5 +1,11 @@
-"""Optimizers: torch.optim unchanged, and access to its state by parameter."""
+"""Optimizers: torch.optim unchanged, and access to its state by parameter.
 
+Torch imports its compiler, for about two seconds, when a process makes its first optimizer and when
+it takes its first step, only to exempt both from compilation. A worker that joins would spend them
+while all others wait, so both are done here without it.
+"""
+
+import inspect
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -22,6 +28,7 @@ def build_optimizer(
     """The optimizer over `params`; None for a stage without parameters of its own."""
     if not params:
         return None
+    _leave_compiler_out()
     lr, decay = config.learning_rate, config.weight_decay
     betas = (config.beta1, config.beta2)
     if config.name == "adamw":
@@ -46,6 +53,22 @@ def build_optimizer(
     raise ConfigError(
         f"optim.name {config.name!r} is not known", "Choose one of adamw, sgd or nadam."
     )
+
+
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`, without what torch wraps around it for its compiler and its profiler."""
+    step = inspect.unwrap(type(optimizer).step)
+    with torch.no_grad():
+        step(optimizer)
+
+
+def _leave_compiler_out() -> None:
+    """Exempt from compilation what torch would. Where it does so in another way, do nothing."""
+    base = torch.optim.Optimizer
+    for method in (base.add_param_group, base.state_dict, base.load_state_dict):
+        plain = getattr(method, "__wrapped__", None)
+        if plain is not None and not hasattr(plain, "__dynamo_disable"):
+            setattr(plain, "__dynamo_disable", plain)  # noqa: B010 - only torch knows the name
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

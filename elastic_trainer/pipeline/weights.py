@@ -23,6 +23,7 @@ from elastic_trainer.pipeline.optim import (
     export_state,
     import_state,
     set_lr,
+    take_step,
 )
 from elastic_trainer.pipeline.reduce import Norms, parameter_norms
 from elastic_trainer.pipeline.stash import StageParam, VersionRing, collect_params
@@ -199,7 +200,7 @@ class StageWeights:
             lr = lr_at(update, self._config.optim, self._config.train.max_steps)
             set_lr(self.optimizer, lr)
             decay_weights(self.optimizer, self._config.optim, lr)
-            self.optimizer.step()
+            take_step(self.optimizer)
         self.ring.close_next()
 
     def states(self) -> dict[str, LayerState]:
