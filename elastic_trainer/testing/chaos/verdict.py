@@ -166,9 +166,8 @@ def _explain(done: Sequence[Done], facts: Facts) -> dict[int, list[Loss]]:
 
 
 def _row(one: Done, losses: Sequence[Loss], facts: Facts, limit_s: float) -> Row:
-    recovery_s = None
-    if (end := recovered_at(one, losses, facts.commits)) is not None and not one.problem:
-        recovery_s = max(0.0, end - _began(one, losses, facts))
+    end = None if one.problem else recovered_at(one, losses, facts.commits)
+    recovery_s = None if end is None else max(0.0, _took(one, losses, facts.commits, end))
     found = ", ".join(f"{loss.worker} {_words(loss.cause)}" for loss in losses)
     return Row(
         text=one.step.text,
@@ -202,16 +201,23 @@ def _problem(
     return ""
 
 
-def _began(one: Done, losses: Sequence[Loss], facts: Facts) -> float:
-    """When a fault happened. Of one that waits for an update this is known from the losses, or it
-    was not before the update in front of it."""
-    if one.step.at_update is None or not isinstance(one.step.what, Fault):
-        return one.at
+def _took(one: Done, losses: Sequence[Loss], commits: Sequence[Commit], end: float) -> float:
+    """Seconds until the run went on at `end`.
+
+    When a fault happened that waited for its update is known from the losses. Without them it is
+    the wait for that update, or for what had to be done again before it.
+    """
+    due = one.step.at_update
+    if due is None or not isinstance(one.step.what, Fault):
+        return end - one.at
     if losses:
-        return min(loss.at - loss.detect_s for loss in losses)
-    # An update that is done again was first committed before the fault.
-    update = max((c.update for c in facts.commits if c.update < one.step.at_update), default=0)
-    return min((c.at for c in facts.commits if c.update == update), default=one.at)
+        return end - min(loss.at - loss.detect_s for loss in losses)
+    reached = next(c for c in commits if c.at == end)
+    began = [c.at for c in commits if c.update < due and c.at < end]
+    took = end - max(began, default=one.at)
+    before = [c.at for c in commits if c.generation < reached.generation]
+    again = [c.at for c in commits if c.generation == reached.generation]
+    return max(took, min(again) - max(before)) if before else took
 
 
 def _standstill(done: Sequence[Done], facts: Facts, limit_s: float) -> str:

@@ -178,9 +178,8 @@ def test_a_drained_worker_that_was_slowed_before() -> None:
 
 
 def test_a_lost_message_that_is_noticed_late() -> None:
-    """Updates 29 and 30 are done again after it: the wait counts from their first time."""
-    before = commits(31)
-    again = [Commit(update=u, generation=2, at=1050.0 + u - 29) for u in (29, 30, 31, 32)]
+    """What was in flight is done again after it, updates before its own as well."""
+    again = [Commit(update=u, generation=2, at=1040.0 + u) for u in range(28, 33)]
     drop = done("drop stage=1 action=SEND_F @update=31")
-    (row,) = judge([drop], facts(losses=(), commits=(*before, *again)), 30.0).rows
-    assert row.passed and row.recovery_s == pytest.approx(1052.0 - 1030.0)
+    (row,) = judge([drop], facts(losses=(), commits=(*commits(30), *again)), 60.0).rows
+    assert row.passed and row.recovery_s == pytest.approx(1068.0 - 1029.0)
