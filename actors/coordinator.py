@@ -17,6 +17,7 @@ from elastic_trainer.actors.departures import Departures
 from elastic_trainer.actors.executor import Executor
 from elastic_trainer.actors.faults import full_name, one_line
 from elastic_trainer.actors.handles import StageHandle
+from elastic_trainer.actors.historian import Historian
 from elastic_trainer.actors.journal import RunJournal, result_from
 from elastic_trainer.actors.judge import Judge
 from elastic_trainer.actors.orders import Orders
@@ -35,6 +36,7 @@ from elastic_trainer.elastic import events as ev
 from elastic_trainer.elastic import instructions as do
 from elastic_trainer.elastic.state import Goal, Phase, State
 from elastic_trainer.errors import ElasticTrainerError
+from elastic_trainer.observability import changes
 from elastic_trainer.schedule.build import is_asynchronous
 from elastic_trainer.types import RunResult, WorkerId
 
@@ -86,10 +88,15 @@ class Coordinator:
         self.crew = Crew(config, site, self.calls, self.vigil.start_limit_s, self)
         self.judge = Judge(self, self.crew, self.vigil, report)
         parts = self.calls, self.crew, self.vigil, self.saving, self.recorder
-        self.orders = Orders(config, *parts, report)
+        self.orders = Orders(config, *parts, report, first)
         self.executor = Executor(config, start, *parts, self.orders, report)
         self.departures = Departures(site, self.crew, report)
         self.requests = Requests(self, config, site, self.crew, self.departures, report)
+        limits = {
+            "failures": config.elastic.max_failures,
+            "preemptions": config.elastic.max_preemptions,
+        }
+        self.historian = Historian(self, self.recorder, limits)
         self.succession = Succession(
             config,
             self.journal,
@@ -100,6 +107,7 @@ class Coordinator:
             self.recorder,
             self.departures,
             self.executor,
+            self.historian,
             self.vigil.lease_s,
         )
         self._turned = time.monotonic()
@@ -149,8 +157,12 @@ class Coordinator:
         if self._goes_on:
             self.state = self.succession.take_over(self.judge.look)
             self._forget_joins_and_losses()
+            plan = self.executor.plan
+            self.historian.begin(changes.TAKEN_OVER, self.state.committed, plan)
         else:
             self.crew.clear_away()
+            first = self._start["update"]
+            self.historian.begin(changes.RESUMED if first else changes.START, first, None)
         self.crew.start_loader()
         self._execute(self.state.start())
 
@@ -208,8 +220,14 @@ class Coordinator:
             case ev.ScaleRequested(min_workers=fewest, max_workers=most):
                 self.succession.limits = fewest, most
                 self.recorder.limits(fewest, most)
-            case ev.SnapshotStored(update=update):
+            case ev.SnapshotStored(update=update, cost_s=cost_s):
                 self.saving.positions.stored(update)
+                self.recorder.metrics.observe_snapshot(update, cost_s)
+            case ev.Configured(generation=generation, update=update):
+                if generation == self.generation:
+                    replayed = self.executor.replayed
+                    self.historian.configured(update, self.executor.restored, replayed)
+        self.historian.event(event)
         self._execute(self.state.handle(event, time.monotonic()))
 
     def _execute(self, instructions: list[do.Instruction]) -> None:
@@ -220,6 +238,7 @@ class Coordinator:
         for instruction in instructions:
             self._turned = time.monotonic()
             self.recorder.instruction(instruction)
+            self.historian.instruction(instruction)
             if isinstance(instruction, do.Finish):
                 self._finish(instruction.status, instruction.update, instruction.reason)
                 continue
@@ -243,7 +262,10 @@ class Coordinator:
                 "state": state if worker in known else "starting",
             }
         self.recorder.members(facts, self.crew.num_pending)
-        self.recorder.heartbeat(self.state)
+        if self.recorder.heartbeat(self.state):
+            self.historian.heartbeat()
+            ages = {stage: self.vigil.silence_s(worker) or 0.0 for worker, stage in held.items()}
+            self.recorder.metrics.observe_leases(self.vigil.lease_s, ages)
 
     # What the parts need to know of the run, and tell it.
 
@@ -269,10 +291,18 @@ class Coordinator:
         given: int | None = self._start["num_layers"]
         return given if plan is None else len(plan.layers)
 
+    @property
+    def most_stages(self) -> int:
+        most = self.succession.limits[1]
+        return most if self.num_layers is None else min(most, self.num_layers)
+
+    def node(self, worker: WorkerId) -> str:
+        """Address of the node that a worker is on, empty if that is not known."""
+        return str(self.crew.descriptions.get(worker, {}).get("node_ip", ""))
+
     def name(self, worker: WorkerId) -> str:
         """A worker in words."""
-        node = self.crew.descriptions.get(worker, {}).get("node_ip")
-        return full_name(worker, self.executor.plan, node)
+        return full_name(worker, self.executor.plan, self.node(worker))
 
     def starting(self) -> None:
         """A worker is about to be started under a new name."""
@@ -289,9 +319,13 @@ class Coordinator:
         self._facts.put(ev.WorkerJoined(worker=worker, node=description["node_ip"]))
         self.departures.joined(worker)
 
-    def lost(self, worker: WorkerId, name: str, detail: str, cause: ev.Cause) -> None:
-        """A worker is gone; `name` is what it was called in words."""
-        self.recorder.lost(name, detail, cause)
+    def losing(self, worker: WorkerId, detail: str, cause: ev.Cause) -> None:
+        """A worker is gone; what is known of it is about to be forgotten."""
+        self.recorder.lost(self.name(worker), detail, cause)
+        self.historian.detected(worker, detail, cause, self.vigil.silence_s(worker))
+
+    def lost(self, worker: WorkerId, detail: str, cause: ev.Cause) -> None:
+        """A worker is gone."""
         self._facts.put(ev.WorkerLost(worker=worker, detail=detail, cause=cause))
         self.executor.lost(worker)
 
@@ -319,6 +353,7 @@ class Coordinator:
             line, *picture = reason.splitlines()
             line += f". Last good checkpoint: update {newest.update} at {newest.path}"
             reason = "\n".join([line, *picture])
+        self.historian.finish(status, reason, update)
         self._summary = self.recorder.result(
             status, reason, update, newest.path if newest else None
         )

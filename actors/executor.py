@@ -84,7 +84,9 @@ class Executor:
         report: Callable[[ev.Event], None],
     ) -> None:
         self.plan: Plan | None = None
-        self.restored: dict[WorkerId, ConfigureReport] = {}  # how the newest generation began
+        # How the newest generation began: what each worker did, and updates and samples to repeat.
+        self.restored: dict[WorkerId, ConfigureReport] = {}
+        self.replayed = 0, 0
         self._config = config
         self._start = start
         self._calls = calls
@@ -97,6 +99,15 @@ class Executor:
         self._profile: Profile | None = None
         self._gathering: _Gathering | None = None
         self._awaits_loader: do.Configure | None = None
+
+    @property
+    def newest(self) -> int:
+        """The last update that stages were given to train."""
+        return self._orders.newest
+
+    @newest.setter
+    def newest(self, update: int) -> None:
+        self._orders.newest = update
 
     @property
     def taking_stock(self) -> bool:
@@ -215,7 +226,10 @@ class Executor:
         self.plan = plan
         self._orders.begin(plan, Schedules(self._config, plan, first["ties"]))
         self._vigil.planned(plan)
-        self._saving.positions.rewind(update)
+        positions, newest = self._saving.positions, self._orders.newest
+        self.replayed = max(0, newest - update), positions.samples_between(update, newest)
+        self._orders.newest = update
+        positions.rewind(update)
         self._recorder.planned(plan, update, instruction.reason)
 
         def complete() -> None:
@@ -257,7 +271,7 @@ class Executor:
         self._awaits_loader = self._gathering = None
         self._calls.drop_generation(generation, reason)
         self._vigil.ended(generation)
-        self._orders.clear(generation, reason)
+        self._orders.clear(generation)
         for handle in self._crew.stages.values():
             handle.abort(generation, reason)
         if self._crew.loader is not None:

@@ -6,7 +6,7 @@ within the time in which a silent worker is found out, the work is repeated.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +32,9 @@ class Losses(Protocol):
 
     loader: Any
 
-    def lose(self, worker: WorkerId, reason: str) -> bool: ...
+    @property
+    def stages(self) -> Mapping[WorkerId, Any]: ...
+    def lose(self, worker: WorkerId, reason: str) -> None: ...
 
 
 class Run(Protocol):
@@ -45,7 +47,8 @@ class Run(Protocol):
     @property
     def has_trained(self) -> bool: ...
     def name(self, worker: WorkerId) -> str: ...
-    def lost(self, worker: WorkerId, name: str, detail: str, cause: ev.Cause) -> None: ...
+    def losing(self, worker: WorkerId, detail: str, cause: ev.Cause) -> None: ...
+    def lost(self, worker: WorkerId, detail: str, cause: ev.Cause) -> None: ...
     def loader_lost(self, detail: str) -> None: ...
     def trace(self, text: str) -> None: ...
 
@@ -119,14 +122,15 @@ class Judge:
 
     def lost(self, worker: WorkerId, detail: str, cause: ev.Cause) -> None:
         """A worker, or the loader, is dead, or is treated as if it were."""
-        is_loader = self._crew.loader is not None and worker == self._crew.loader.worker
-        name = self._run.name(worker)
-        if not self._crew.lose(worker, detail):
-            return  # known already, or dismissed
-        if is_loader:
+        if self._crew.loader is not None and worker == self._crew.loader.worker:
+            self._crew.lose(worker, detail)
             self._run.loader_lost(detail)
-        else:
-            self._run.lost(worker, name, detail, cause)
+        elif worker in self._crew.stages:
+            self._run.losing(worker, detail, cause)
+            self._crew.lose(worker, detail)
+            self._run.lost(worker, detail, cause)
+        else:  # known already, or dismissed
+            self._crew.lose(worker, detail)
 
     def hopeless(self, reason: str) -> None:
         """Something has gone wrong that other workers would not change."""

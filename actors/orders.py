@@ -43,9 +43,11 @@ class Orders:
         saving: Saving,
         recorder: Recorder,
         report: Callable[[ev.Event], None],
+        start_update: int,
     ) -> None:
         self.snapshots = Snapshots(report)
         self.num_segments = 0
+        self.newest = start_update  # the last update that stages were given to train
         self._config = config
         self._calls = calls
         self._crew = crew
@@ -60,19 +62,22 @@ class Orders:
 
     def begin(self, plan: Plan, schedules: Schedules) -> None:
         """A generation with this plan is being configured."""
-        self.clear(plan.generation - 1, "another plan is put into force")
+        self._drop()
         self._course = _Course(plan=plan, schedules=schedules)
         self.snapshots.begin(plan)
 
-    def clear(self, generation: int, reason: str) -> None:
-        """This generation is over, and all before it: nothing of them is sent or collected."""
-        self._dispatch.clear()
+    def clear(self, generation: int) -> None:
+        """This generation broke off: nothing of it, or of any before, is sent or collected."""
+        self._drop()
         self._saving.abandon(generation)
+        if self._course is not None and self._course.plan.generation <= generation:
+            self._course = None
+
+    def _drop(self) -> None:
+        self._dispatch.clear()
         for stage in self._queued:
             self._recorder.queued(stage, 0)
         self._queued.clear()
-        if self._course is not None and self._course.plan.generation <= generation:
-            self._course = None
 
     def segment(self, instruction: do.RunSegment) -> None:
         """Have the loader send the batches; the stages follow when it has said what they hold."""
@@ -152,6 +157,8 @@ class Orders:
             snapshot=order.snapshot,
         )
         self.num_segments += 1
+        if train:
+            self.newest = segment.last_update
         workers = [stage.worker for stage in plan.stages]
         self._vigil.handed_out(segment, workers, self._loader().worker)
         self.snapshots.sent(segment)

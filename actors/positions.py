@@ -21,6 +21,7 @@ class Positions:
 
     def __init__(self, update: int, cursor: Cursor) -> None:
         self._cursors = {update: cursor}
+        self._samples = {update: 0}  # read since the start, by update
         self._saved = update
         self._saving: set[int] = set()
         self._snapshots: list[int] = []
@@ -32,6 +33,10 @@ class Positions:
         """The position behind the state after `update`."""
         return self._cursors[update]
 
+    def samples_between(self, update: int, later: int) -> int:
+        """How many samples lead from one state to a later one."""
+        return max(0, self._samples.get(later, 0) - self._samples.get(update, 0))
+
     def note(self, batches: Sequence[BatchInfo], *, snapshot: bool = False) -> None:
         """The batches of a segment: training may go on behind the last one.
 
@@ -40,8 +45,10 @@ class Positions:
         """
         if not batches:
             return
-        last = batches[-1]
+        before, last = batches[0].update - 1, batches[-1]
         self._cursors[last.update] = last.end
+        read = sum(batch.num_samples for batch in batches)
+        self._samples[last.update] = self._samples.get(before, 0) + read
         if snapshot:
             self._snapshots = [u for u in self._snapshots if u != last.update] + [last.update]
         self._forget()
@@ -76,7 +83,7 @@ class Positions:
         """All of it, JSON-able."""
         return {
             "cursors": [
-                [update, [c.epoch, c.row, c.offset, c.sample]]
+                [update, [c.epoch, c.row, c.offset, c.sample], self._samples.get(update, 0)]
                 for update, c in self._cursors.items()
             ],
             "snapshots": list(self._snapshots),
@@ -86,8 +93,9 @@ class Positions:
         """Take over what `facts` gave another process; checkpoints under way there are lost."""
         self._cursors = {
             update: Cursor(epoch=epoch, row=row, offset=offset, sample=sample)
-            for update, (epoch, row, offset, sample) in facts["cursors"]
+            for update, (epoch, row, offset, sample), _ in facts["cursors"]
         }
+        self._samples = {update: num_samples for update, _, num_samples in facts["cursors"]}
         self._snapshots = list(facts["snapshots"])
         self._saved = saved
 
@@ -95,3 +103,4 @@ class Positions:
         recent = sorted(self._cursors)[-NUM_RECENT:]
         keep = {self._saved, *self._saving, *self._snapshots, *recent}
         self._cursors = {u: c for u, c in self._cursors.items() if u in keep}
+        self._samples = {u: n for u, n in self._samples.items() if u in keep}

@@ -210,17 +210,18 @@ class Recorder:
         self.record.write_status({"warning": f"checkpoint of update {update} failed: {reason}"})
         self.event("checkpoint_failed", reason, update=update)
 
-    def heartbeat(self, state: State) -> None:
-        """Where the run stands, now and then."""
+    def heartbeat(self, state: State) -> bool:
+        """Where the run stands, now and then; whether it was written."""
         now = time.monotonic()
         name = STATE_NAMES.get(state.phase)
         if state.phase is Phase.RESTORING and not self._has_trained:
             name = "starting"
         shown = (name, state.reason)
         if name is None or (now - self._beat < HEARTBEAT_S and shown == self._shown):
-            return
+            return False
         self._beat, self._shown = now, shown
         self.record.write_status({"state": name, "reason": state.reason, "update": state.committed})
+        return True
 
     def facts(self) -> dict[str, Any]:
         """What another coordinator must know to go on recording, JSON-able."""

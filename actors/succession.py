@@ -12,6 +12,7 @@ from typing import Any
 from elastic_trainer.actors.calls import Calls
 from elastic_trainer.actors.departures import Departures
 from elastic_trainer.actors.executor import Executor
+from elastic_trainer.actors.historian import Historian
 from elastic_trainer.actors.journal import RunJournal, plan_from
 from elastic_trainer.actors.planning import segment_updates
 from elastic_trainer.actors.recorder import Recorder
@@ -47,6 +48,7 @@ class Succession:
         recorder: Recorder,
         departures: Departures,
         executor: Executor,
+        historian: Historian,
         find_s: float,
     ) -> None:
         self.limits = goal.min_workers, goal.max_workers
@@ -60,6 +62,7 @@ class Succession:
         self._recorder = recorder
         self._departures = departures
         self._executor = executor
+        self._historian = historian
         self._find_s = find_s
         self._deaths, self._died_at = 0, -1
         self._kept: Any = None
@@ -100,6 +103,8 @@ class Succession:
                 "departures": self._departures.facts(),
                 "positions": self._saving.positions.facts(),
                 "recorder": self._recorder.facts(),
+                "history": self._historian.facts(),
+                "newest": self._executor.newest,
                 "deaths": [self._deaths, self._died_at],
             }
         )
@@ -118,6 +123,7 @@ class Succession:
         committed = found["committed"]
         self._count_death(found)
         self._recorder.restore(found["recorder"])
+        self._historian.restore(found["history"])
         newest = self._saving.newest
         saved = found["saved"]
         if newest is not None and saved < newest.update <= committed:
@@ -135,6 +141,7 @@ class Succession:
         self.limits = fewest, most = tuple(found["limits"])
         self.highest = found["generation"]
         self._executor.plan = plan = plan_from(found["plan"])
+        self._executor.newest = found["newest"]
         return State.resumed(
             replace(self._goal, min_workers=fewest, max_workers=most),
             generation=self.highest,

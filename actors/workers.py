@@ -227,8 +227,8 @@ class Crew:
 
     # Going.
 
-    def lose(self, worker: WorkerId, reason: str) -> bool:
-        """Part with a worker, or the loader, that is dead or must not live; False if it is gone.
+    def lose(self, worker: WorkerId, reason: str) -> None:
+        """Part with a worker, or the loader, that is dead or must not live.
 
         Its process may still run on a node that cannot be reached: it finds its generation over.
         """
@@ -237,14 +237,11 @@ class Crew:
             self.loader = None
         elif (berth := self._berths.pop(worker, None)) is not None:
             _end(berth)
-        elif worker in self._leaving:
-            self._end(worker)
-            return False
         else:
-            return False
+            self._end(worker)
+            return
         self.descriptions.pop(worker, None)
         self._calls.drop_worker(worker, reason)
-        return True
 
     def dismiss(self, workers: Iterable[WorkerId]) -> None:
         """Let these end what they write, then end them."""

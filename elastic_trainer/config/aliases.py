@@ -77,7 +77,11 @@ ALIASES: dict[str, tuple[str, str]] = {
     "nproc_per_node": ("cluster.num_workers", ""),
     "num_processes": ("cluster.num_workers", ""),
     "mixed_precision": ("train.precision", "Its values are fp32, bf16 and fp16."),
-    "max_failures": ("", "A lost worker ends the run; start it again with `--resume auto`."),
+    "max_preemption_failures": ("elastic.max_preemptions", ""),
+    "max_restarts": ("elastic.max_failures", "Workers are replaced one by one, not all together."),
+    "nnodes": ("cluster.num_workers", "Or the option `--workers MIN:MAX`."),
+    "min_nodes": ("elastic.min_workers", ""),
+    "max_nodes": ("cluster.num_workers", ""),
     "batch_size": (
         "train.global_batch_size",
         "It counts samples per update; `pipeline.microbatch_size` is what flows at a time.",

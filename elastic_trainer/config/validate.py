@@ -214,6 +214,21 @@ def _check_elastic(config: Config) -> None:
             f"`elastic.min_workers` is {fewest}, but `pipeline` asks for {fixed} stages",
             "Leave pipeline.num_stages null and pipeline.cuts empty to train with fewer workers.",
         )
+    kept_for = [
+        (name, value)
+        for name, value in (
+            ("num_spares", elastic.num_spares),
+            ("snapshot_every", elastic.snapshot_every),
+        )
+        if value > 0
+    ]
+    if kept_for and elastic.max_failures == 0 == elastic.max_preemptions:
+        name, value = kept_for[0]
+        raise ConfigError(
+            f"`elastic.{name}` is {value}, but `elastic.max_failures` and "
+            "`elastic.max_preemptions` are 0: the first loss ends the run",
+            f"Raise one of them, or set elastic.{name}=0.",
+        )
     # The shipped lease bends to a shorter stall limit; one that somebody chose does not.
     chosen = elastic.lease_limit_s != ElasticConfig().lease_limit_s
     if chosen and elastic.lease_limit_s > elastic.stall_limit_s:

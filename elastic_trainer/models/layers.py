@@ -177,16 +177,42 @@ def seeded(key: int) -> Iterator[None]:
             torch.set_rng_state(state)
 
 
-class _Undrawn(TorchFunctionMode):
-    """Leaves parameters as they are where they should be filled with random numbers."""
+_SHAPE_ONLY = frozenset(
+    {"device", "dim", "dtype", "grad_fn", "is_floating_point", "is_leaf", "layout", "ndim", "numel"}
+    | {"requires_grad", "requires_grad_", "shape", "size", "__hash__", "__len__"}
+)
+
+
+_FILLS = frozenset({"fill_", "normal_", "uniform_", "zero_"})
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves parameters as they were allocated where `torch.nn.init` or a random fill would write.
+
+    `is_read` says whether anything has depended on what such a parameter holds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_read = False
+        self._left: dict[int, nn.Parameter] = {}
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name in ("normal_", "uniform_") and args and isinstance(args[0], nn.Parameter):
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        if name == "__get__":
+            name = getattr(func.__self__, "__name__", "")
+        target = args[0] if args else kwargs.get("tensor")
+        fills = name in _FILLS or getattr(func, "__module__", "") == nn.init.__name__
+        if fills and isinstance(target, nn.Parameter):
+            self._left[id(target)] = target
+            return target
+        used = [*args, *kwargs.values()]
+        if name not in _SHAPE_ONLY and any(id(value) in self._left for value in used):
+            self.is_read = True
+        return func(*args, **kwargs)
 
 
 def build_blank(spec: LayerSpec, seed: int, device: torch.device | str = "cpu") -> nn.Module:
@@ -197,11 +223,11 @@ def build_blank(spec: LayerSpec, seed: int, device: torch.device | str = "cpu") 
 
     def build() -> nn.Module:
         before = torch.get_rng_state()
-        with _Undrawn():
+        with _Unfilled() as mode:
             module = spec.build()
-        if torch.equal(torch.get_rng_state(), before):
+        if not mode.is_read and torch.equal(torch.get_rng_state(), before):
             return module
-        # Something else was drawn, and would have been drawn otherwise after the parameters.
+        # Something was made of the parameters, or drawn as it would be drawn after them.
         torch.set_rng_state(before)
         return spec.build()
 

@@ -19,6 +19,7 @@ def dashboard() -> dict[str, Any]:
             _stat("Loss", _of(series.LOSS), "none"),
             _stat("Tokens per second", _of(series.TOKENS_PER_SECOND), "short"),
             _stat("Stages", _of(series.STAGES), "none"),
+            _stat("Failures left", _of(series.BUDGET_LEFT, 'budget="failures"'), "none"),
             _stat("Since the last checkpoint", f"time() - {_of(series.CHECKPOINT_TIME)}", "s"),
         ],
         [
@@ -67,6 +68,7 @@ def dashboard() -> dict[str, Any]:
             ),
             _graph("Staleness in updates", "none", (_of(series.STALENESS), "stage {{stage}}")),
         ],
+        *_membership_rows(),
         [
             _graph(
                 "Time to write a checkpoint",
@@ -97,8 +99,46 @@ def dashboard() -> dict[str, Any]:
     }
 
 
-def _of(spec: Spec) -> str:
-    return f"{spec.full_name}{{{RUN}}}"
+def _membership_rows() -> list[list[dict[str, Any]]]:
+    """Who comes and goes, and what it costs."""
+    return [
+        [
+            _graph("Workers", "none", (_of(series.WORKERS), "{{state}} {{run}}"), stacked=True),
+            _graph(
+                "Changes of the membership",
+                "none",
+                (f"increase({_of(series.MEMBERSHIP_CHANGES)}[15m])", "{{reason}} {{run}}"),
+                (f"increase({_of(series.REPLAYED)}[15m])", "updates trained again {{run}}"),
+            ),
+        ],
+        [
+            _graph(
+                "From a loss to the next update",
+                "s",
+                (_quantile(0.5, series.RECOVERY_DURATION), "median {{run}}"),
+                (_quantile(0.95, series.RECOVERY_DURATION), "95% {{run}}"),
+                (_quantile(0.95, series.PAUSE_DURATION), "95% of all pauses {{run}}"),
+            ),
+            _graph("Layer state taken over", "Bps", (_rate(series.MOVED), "{{source}} {{run}}")),
+        ],
+        [
+            _graph(
+                "Since the last sign of life",
+                "s",
+                (_of(series.LEASE_AGE), "stage {{stage}}"),
+                (_of(series.LEASE_LIMIT), "limit {{run}}"),
+            ),
+            _graph(
+                "Share of the time taken by snapshots",
+                "percentunit",
+                (_rate(series.SNAPSHOT_SECONDS), "{{run}}"),
+            ),
+        ],
+    ]
+
+
+def _of(spec: Spec, *labels: str) -> str:
+    return f"{spec.full_name}{{{','.join((RUN, *labels))}}}"
 
 
 def _rate(spec: Spec) -> str:

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest, start_http_ser
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.observability import series
-from elastic_trainer.observability.changes import UNPLANNED, Change
+from elastic_trainer.observability.changes import CAUSES, UNPLANNED, Change
 from elastic_trainer.types import CheckpointInfo, Plan, StageReport
 
 
@@ -25,6 +25,8 @@ class RunMetrics:
         self._registry.register(self._store)
         self._server: tuple[HTTPServer, threading.Thread] | None = None
         self._store.set(series.BUILD_INFO, 1, version)
+        for cause in CAUSES:  # else the first change of its kind would be no increase
+            self._store.add(series.MEMBERSHIP_CHANGES, 0, str(cause))
 
     def observe_workers(self, counts: Mapping[str, int]) -> None:
         """How many workers are in which state (pending, starting, running, idle, leaving)."""
@@ -105,8 +107,8 @@ class RunMetrics:
         self._store.add(series.MEMBERSHIP_CHANGES, 1, change.cause)
         self._store.set(series.LAST_CHANGE_TIME, change.time)
         if change.cause in UNPLANNED and change.worker:
-            loss = (change.worker, change.node, change.cause)
-            self._store.replace(series.LAST_LOSS, {loss: 1})
+            named: series.Labels = (change.worker, change.node, change.cause)
+            self._store.replace(series.LAST_LOSS, {named: 1})
 
     def observe_departed(self, stages: Collection[int]) -> None:
         """The workers of these stages are gone: so are their gauges."""
@@ -137,8 +139,8 @@ class RunMetrics:
 
     def observe_budgets(self, left: Mapping[str, int | None]) -> None:
         """What is left of each budget (failures, preemptions); None: it has no end."""
-        known = {(name,): float(n) for name, n in left.items() if n is not None}
-        self._store.replace(series.BUDGET_LEFT, known)
+        known = {name: n for name, n in left.items() if n is not None}
+        self._store.replace(series.BUDGET_LEFT, {(name,): n for name, n in known.items()})
 
     def observe_waiting(self, waits: bool) -> None:
         """Whether training waits for workers."""

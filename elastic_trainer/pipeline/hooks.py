@@ -1,5 +1,6 @@
 """Hooks around the actions of a stage: for tests and injected faults."""
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,7 +18,8 @@ class RuntimeHooks:
     """Called on the compute thread; what they raise ends the segment as an action's error does.
 
     Attributes:
-        begin: a segment begins on this stage.
+        begin: a segment begins on this stage, or is under way when the hooks come; then another
+            thread calls.
         before: an action comes next.
         pace: an action took so many seconds, waits left out; time spent here is added to them.
         after: an action is over.
@@ -32,21 +34,29 @@ class RuntimeHooks:
 
 
 class HookSet:
-    """Hooks by name. Any thread may change them; the next segment runs with them."""
+    """Hooks by name. Any thread may change them, also while a segment runs."""
 
     def __init__(self, hooks: RuntimeHooks | None = None) -> None:
         self._named = {} if hooks is None else {"": hooks}
+        self._segment: tuple[int, Segment] | None = None
         self._active: tuple[RuntimeHooks, ...] = ()
+        self._changing = threading.Lock()
 
     def put(self, name: str, hooks: RuntimeHooks | None) -> None:
         """Add hooks, or replace those of this name; None: take them away."""
-        changed = {key: value for key, value in self._named.items() if key != name}
-        if hooks is not None:
-            changed[name] = hooks
-        self._named = changed  # replaced, not altered: a segment may begin at this instant
+        with self._changing:
+            self._named.pop(name, None)
+            if hooks is not None:
+                self._named[name] = hooks
+                if self._segment is not None and hooks.begin is not None:
+                    hooks.begin(*self._segment)
+            if self._segment is not None:
+                self._active = tuple(self._named.values())
 
     def begin(self, stage: int, segment: Segment) -> None:
-        self._active = tuple(self._named.values())
+        with self._changing:
+            self._segment = stage, segment
+            self._active = tuple(self._named.values())
         for hooks in self._active:
             if hooks.begin is not None:
                 hooks.begin(stage, segment)

@@ -1,4 +1,9 @@
-"""Optimizers: torch.optim unchanged, and access to its state by parameter."""
+"""Optimizers: torch.optim unchanged, and access to its state by parameter.
+
+Torch imports its compiler, for about two seconds, when a process makes its first optimizer and when
+it takes its first step, only to exempt both from compilation. A worker that joins would spend them
+while all others wait, so both are done here without it.
+"""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,23 +55,20 @@ def build_optimizer(
     )
 
 
-def _leave_compiler_out() -> None:
-    """Keep torch from importing its compiler for the first optimizer of a process.
+def take_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`, without what torch wraps around it for its compiler and its profiler."""
+    step = inspect.unwrap(type(optimizer).step)
+    with torch.no_grad():
+        step(optimizer)
 
-    It would do so, which takes about two seconds, only to exempt these methods from compilation.
-    Where torch does it in another way, this does nothing.
-    """
+
+def _leave_compiler_out() -> None:
+    """Exempt from compilation what torch would. Where it does so in another way, do nothing."""
     base = torch.optim.Optimizer
     for method in (base.add_param_group, base.state_dict, base.load_state_dict):
         plain = getattr(method, "__wrapped__", None)
         if plain is not None and not hasattr(plain, "__dynamo_disable"):
             setattr(plain, "__dynamo_disable", plain)  # noqa: B010 - only torch knows the name
-
-
-def take_step(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without what surrounds it: hooks, traces, and again the compiler."""
-    with torch.no_grad():
-        inspect.unwrap(type(optimizer).step)(optimizer)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

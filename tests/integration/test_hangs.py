@@ -82,7 +82,7 @@ def run_of(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict
         "optim": {"name": "sgd"},
         "train": {"global_batch_size": 4, "max_steps": 100, "eval_batches": 0},
         "pipeline": {"microbatch_size": 2, "segment_updates": 2},
-        "elastic": {"stall_limit_s": STALL_S},
+        "elastic": {"stall_limit_s": STALL_S, "max_failures": 0},
     }
 
 
@@ -98,7 +98,10 @@ def test_a_layer_that_hangs_on_the_only_stage(
     result = train(ray_cluster, tmp_path / "run", config)
     assert time.monotonic() - began < 60.0
     assert result.status == "failed" and result.update > 0
-    told = r"no progress for \d+ s: stage-0 \(stage 0, node .*\), at 0F\d, .* at update \d+\. Does"
+    told = (
+        r"worker stage-0 \(stage 0, node \S+\) was lost at update \d+: no progress for \d+ s: "
+        r"stage-0 \(stage 0, node .*\), at 0F\d, .* at update \d+\. Does"
+    )
     assert re.match(told, result.reason), result.reason
 
 

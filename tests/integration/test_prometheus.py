@@ -19,9 +19,11 @@ from typing import Any
 
 import pytest
 
+from elastic_trainer.observability.changes import Change
 from elastic_trainer.observability.dashboard import dashboard
 from elastic_trainer.observability.metrics import RunMetrics
 from elastic_trainer.observability.record import TARGETS_FILE
+from elastic_trainer.observability.series import CATALOG
 from elastic_trainer.observability.targets import clear_targets, write_targets
 from elastic_trainer.types import CheckpointInfo, Plan, Prediction, StagePlan, StageReport
 
@@ -122,7 +124,33 @@ def make_metrics(run: str, num_stages: int = 2) -> RunMetrics:
         CheckpointInfo(update=1, path="p", num_bytes=10, created_at=time.time()), 0.2
     )
     metrics.observe_checkpoint_failure()
+    metrics.observe_workers({"pending": 1, "running": num_stages})
+    metrics.observe_leases(3.0, dict.fromkeys(stages, 0.5))
+    metrics.observe_budgets({"failures": 2, "preemptions": None})
+    metrics.observe_waiting(False)
+    metrics.observe_snapshot(1, 0.01)
+    loss = Change(
+        time=time.time(),
+        cause="crashed",
+        reason="killed",
+        update=1,
+        workers_before=num_stages,
+        workers_after=num_stages,
+        worker="stage-9",
+        node="10.0.0.9",
+    )
+    metrics.observe_change(loss)
+    metrics.observe_moved({"own": 10, "peer": 5, "snapshot": 3, "storage": 0}, 0.5)
+    metrics.observe_recovery(1.5, 3, 96)
     return metrics
+
+
+def test_every_metric_has_a_value_here() -> None:
+    text = make_metrics("r").text()
+    empty = [
+        s.full_name for s in CATALOG if f"# TYPE {s.full_name.removesuffix('_total')}" not in text
+    ]
+    assert empty == ["elastictrainer_stage_queue_depth"], "which lasts as long as a segment"
 
 
 class Server:
@@ -262,7 +290,12 @@ def test_series_of_departed_stages_end_with_the_next_scrape(
         address = metrics.serve("127.0.0.1", 0)
         write_targets(workplace / "runs" / "first" / TARGETS_FILE, address, "first")
         stage = 'elastictrainer_stage_busy_seconds_total{stage="2"}'
+        lease = 'elastictrainer_stage_lease_age_seconds{stage="2"}'
         server.wait_until(lambda: len(server.query(stage)) == 6, "third stage")
+        assert server.query(lease)
+        metrics.observe_departed([2])
+        server.wait_until(lambda: not server.query(lease), "end of the lost worker's gauges")
+        assert server.query(stage), "its counters go on with whoever takes its place"
         metrics.observe_plan(
             Plan(
                 generation=2,

@@ -26,7 +26,7 @@ class FolderView:
         self._run_dir = run_dir
         self._follow_updates = Follower(run_dir / METRICS_FILE)
         self._follow_history = Follower(run_dir / MEMBERSHIP_FILE)
-        self._commits: list[Commit] = []
+        self._commits: dict[Commit, None] = {}
         self._losses: list[Loss] = []
         self._status: dict[str, Any] = {}
         self._plan: dict[str, Any] = {}
@@ -38,10 +38,10 @@ class FolderView:
         self._status = read_status(self._run_dir)
         _, changes = self._follow_history.look()
         self._losses += [_loss(line) for line in changes if _is_loss(line)]
-        anew, updates = self._follow_updates.look()
-        if anew:
-            self._commits.clear()
-        self._commits += [_commit(line) for line in updates]
+        _, updates = self._follow_updates.look()
+        commits = (_commit(line) for line in updates)
+        # Updates that are done again stay known from the first time, too.
+        self._commits.update((commit, None) for commit in commits if commit not in self._commits)
 
     @property
     def state(self) -> str:
@@ -64,7 +64,8 @@ class FolderView:
 
     @property
     def commits(self) -> Sequence[Commit]:
-        return self._commits
+        """In the order in which they were seen; an update may come again in a later generation."""
+        return list(self._commits)
 
     @property
     def losses(self) -> Sequence[Loss]:

@@ -166,7 +166,7 @@ class Player:
 
     def _settle(self) -> None:
         """Faults that waited for their update: has it come?"""
-        elsewhere = {worker for done in self._done.values() for worker in done.workers}
+        elsewhere = self._harmed()
         lost = {loss.worker: loss.cause in FAILURES for loss in self._view.losses}
         gone = {worker for worker, failed in lost.items() if failed} - elsewhere
         by_update = sorted(self._armed.items(), key=lambda item: item[1].step.at_update or 0)
@@ -182,8 +182,13 @@ class Player:
             elif not step.lethal and self._update >= first:
                 self._settled(index, done, "has happened")
             elif last is not None and self._update > last:
-                problem = f"update {last} went by without that action"
+                problem = f"update {last} went by without that action, or before it was in place"
                 self._settled(index, replace(done, problem=problem), problem)
+
+    def _harmed(self) -> set[WorkerId]:
+        """Workers that are going, or gone, by what was done to them."""
+        deadly = [done for done in self._done.values() if done.deadly]
+        return {worker for done in deadly for worker in done.workers}
 
     def _settled(self, index: int, done: Done, how: str) -> None:
         del self._armed[index]
@@ -200,8 +205,8 @@ class Player:
         armed = self._armed.get(index)
         if armed is not None and armed.workers[0] in self._view.stages.values():
             return armed.workers[0]
-        hit = {worker for done in self._done.values() for worker in done.workers}
-        free = [worker for _, worker in sorted(self._view.stages.items()) if worker not in hit]
+        harmed = self._harmed()
+        free = [worker for _, worker in sorted(self._view.stages.items()) if worker not in harmed]
         # Each step draws for itself, so that one more step changes nothing for the others.
         return random.Random(f"{self._seed} {index}").choice(free) if free else None
 
@@ -233,8 +238,7 @@ class Player:
         known = [done.at, *(loss.at for loss in losses)]
         if done.problem or self._clock() - max(known) > self._limit_s:
             return True
-        needs_loss = done.step.lethal or isinstance(done.step.what, Drain)
-        if needs_loss and len(losses) < len(done.workers):
+        if done.deadly and len(losses) < len(done.workers):
             return False
         return recovered_at(done, losses, self._view.commits) is not None
 

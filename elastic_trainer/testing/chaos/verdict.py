@@ -27,6 +27,11 @@ class Done:
     at: float = 0.0
     problem: str = ""
 
+    @property
+    def deadly(self) -> bool:
+        """Whether the workers must be gone after it."""
+        return not self.problem and (self.step.lethal or isinstance(self.step.what, Drain))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
@@ -104,11 +109,9 @@ class Verdict:
 
 def judge(done: Sequence[Done], facts: Facts, limit_s: float) -> Verdict:
     """The verdict. `limit_s`: from a fault to the next committed update."""
-    rows, explained = [], set[Loss]()
-    for one in done:
-        losses = _losses_of(one, facts, explained)
-        explained.update(losses)
-        rows.append(_row(one, losses, facts, limit_s))
+    losses = _explain(done, facts)
+    rows = [_row(one, losses[index], facts, limit_s) for index, one in enumerate(done)]
+    explained = {loss for of_one in losses.values() for loss in of_one}
     problems = [_standstill(done, facts, limit_s), facts.audit]
     for loss in facts.losses:
         if loss.cause in FAILURES and loss not in explained:
@@ -141,21 +144,30 @@ def recovered_at(one: Done, losses: Sequence[Loss], commits: Sequence[Commit]) -
     return min(after, default=None)
 
 
-def _losses_of(one: Done, facts: Facts, explained: set[Loss]) -> list[Loss]:
-    """The losses that a step explains: of the workers that it hit, after it."""
-    if one.problem:
-        return []
-    return [
-        loss
-        for loss in facts.losses
-        if loss.worker in one.workers and loss.at >= one.at and loss not in explained
-    ]
+def _explain(done: Sequence[Done], facts: Facts) -> dict[int, list[Loss]]:
+    """The losses that each step accounts for: of the workers that it hit, after it.
+
+    What must cost a worker goes first; that another fault did so, too, is then out of question.
+    """
+    found: dict[int, list[Loss]] = {}
+    left = list(facts.losses)
+    for index in sorted(range(len(done)), key=lambda i: not done[i].deadly):
+        one = done[index]
+        found[index] = [
+            loss
+            for loss in left
+            if loss.worker in one.workers
+            and loss.at >= one.at
+            and not one.problem
+            and (loss.cause in FAILURES or isinstance(one.step.what, Drain))
+        ]
+        left = [loss for loss in left if loss not in found[index]]
+    return found
 
 
 def _row(one: Done, losses: Sequence[Loss], facts: Facts, limit_s: float) -> Row:
-    recovery_s = None
-    if (end := recovered_at(one, losses, facts.commits)) is not None and not one.problem:
-        recovery_s = max(0.0, end - _began(one, losses, facts))
+    end = None if one.problem else recovered_at(one, losses, facts.commits)
+    recovery_s = None if end is None else max(0.0, _took(one, losses, facts.commits, end))
     found = ", ".join(f"{loss.worker} {_words(loss.cause)}" for loss in losses)
     return Row(
         text=one.step.text,
@@ -189,15 +201,23 @@ def _problem(
     return ""
 
 
-def _began(one: Done, losses: Sequence[Loss], facts: Facts) -> float:
-    """When a fault happened. Of one that waits for an update this is known from the losses, or it
-    was not before the update in front of it."""
-    if one.step.at_update is None or not isinstance(one.step.what, Fault):
-        return one.at
+def _took(one: Done, losses: Sequence[Loss], commits: Sequence[Commit], end: float) -> float:
+    """Seconds until the run went on at `end`.
+
+    When a fault happened that waited for its update is known from the losses. Without them it is
+    the wait for that update, or for what had to be done again before it.
+    """
+    due = one.step.at_update
+    if due is None or not isinstance(one.step.what, Fault):
+        return end - one.at
     if losses:
-        return min(loss.at - loss.detect_s for loss in losses)
-    before = [c.at for c in facts.commits if c.update < one.step.at_update]
-    return max(before, default=one.at)
+        return end - min(loss.at - loss.detect_s for loss in losses)
+    reached = next(c for c in commits if c.at == end)
+    began = [c.at for c in commits if c.update < due and c.at < end]
+    took = end - max(began, default=one.at)
+    before = [c.at for c in commits if c.generation < reached.generation]
+    again = [c.at for c in commits if c.generation == reached.generation]
+    return max(took, min(again) - max(before)) if before else took
 
 
 def _standstill(done: Sequence[Done], facts: Facts, limit_s: float) -> str:

@@ -240,7 +240,7 @@ def test_a_silent_worker_is_lost_when_its_lease_has_run_out(tmp_path: Path) -> N
         frozen.append(world.site.plan.stages[1].worker)
         world.site.stages[frozen[0]].is_frozen = True
 
-    world.site.hooks.append(lambda: time.sleep(0.002))  # so that it is asked before
+    world.site.hooks.append(lambda: time.sleep(0.02))  # so that it is asked before
     world.at(20, freeze)
     assert_undisturbed(world, world.run())
     lost = [e for e in read_events(world.run_dir) if e["kind"] == "lost"]

@@ -87,7 +87,7 @@ class Told:
     warned: list[str] = field(default_factory=list)
 
 
-class FakeCalls:
+class FakeCalls:  # stands in for `Calls`
     """Hands results on at once, while `open`."""
 
     def __init__(self, *, open: bool = True) -> None:
@@ -108,9 +108,8 @@ def start(saving: Saving, stages: Mapping[str, Any], update: int, calls: Any = N
         [BatchInfo(update=update, microbatches=(), end=Cursor(epoch=1, row=update))]
     )
     warn = told.warned.append
-    saving.start(
-        1, update, plan(), stages, calls or FakeCalls(), told.saved.append, told.failed.append, warn
-    )
+    through: Any = calls or FakeCalls()
+    saving.start(1, update, plan(), stages, through, told.saved.append, told.failed.append, warn)
     return told
 
 

@@ -8,6 +8,7 @@ from elastic_trainer.config.validate import CHOICES, LIMITS
 from elastic_trainer.errors import ConfigError
 
 ASYNC = "pipeline.schedule=async_1f1b"
+NO_LOSS = ["elastic.max_failures=0", "elastic.max_preemptions=0"]
 
 
 def test_rules_name_settings_that_exist() -> None:
@@ -52,6 +53,8 @@ def test_limits(path: str) -> None:
         (["cluster.resources_per_worker.GPU=-1"], "below 0"),
         (["elastic.min_workers=3"], "`elastic.min_workers` is 3 but `cluster.num_workers`"),
         (["elastic.min_workers=1", "pipeline.cuts=[2]"], "`pipeline` asks for 2 stages"),
+        (["elastic.num_spares=1", *NO_LOSS], "Raise one of them, or set elastic.num_spares=0"),
+        (["elastic.snapshot_every=4", *NO_LOSS], "or set elastic.snapshot_every=0"),
         (["elastic.lease_limit_s=9", "elastic.stall_limit_s=5"], "above `elastic.stall_limit_s` 5"),
     ],
 )
@@ -75,6 +78,11 @@ def test_an_asynchronous_run_has_no_batch_to_divide() -> None:
 def test_addresses_that_are_right() -> None:
     for address in ("local", "auto", "10.0.0.1:6379"):
         assert load_config(None, [f"cluster.address={address}"]).cluster.address == address
+
+
+def test_a_run_that_survives_nothing_is_no_contradiction() -> None:
+    assert load_config(None, NO_LOSS).elastic.max_failures == 0
+    load_config(None, ["elastic.num_spares=1", "elastic.max_failures=0"])
 
 
 def test_the_shipped_lease_bends_to_a_short_stall_limit() -> None:

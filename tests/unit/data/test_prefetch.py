@@ -71,3 +71,40 @@ def test_a_reader_that_waits_too_long_is_told_and_close_does_not_wait_for_ever()
     prefetcher.close()
     assert not release.is_set(), "left behind, not waited for"
     release.set()
+
+
+def test_a_waiting_reader_is_interrupted_and_nothing_is_lost() -> None:
+    release, waiting = threading.Event(), threading.Event()
+
+    def slow() -> Iterator[int]:
+        yield 1
+        waiting.set()
+        release.wait(30.0)
+        yield 2
+
+    prefetcher = Prefetcher(slow(), depth=2, timeout_s=20.0)
+    assert next(prefetcher) == 1
+    assert waiting.wait(10.0)
+    timer = threading.Timer(0.05, prefetcher.interrupt, (ValueError("over"),))
+    timer.start()
+    for _ in range(2):  # this one, and any later one
+        with pytest.raises(ValueError, match="over"):
+            next(prefetcher)
+    release.set()
+    prefetcher.resume()
+    assert list(prefetcher) == [2] and not prefetcher.failed
+    prefetcher.close()
+
+
+def test_an_error_is_raised_again_and_told() -> None:
+    def damaged() -> Iterator[int]:
+        yield 1
+        raise ValueError("row 2 is damaged")
+
+    prefetcher = Prefetcher(damaged(), depth=4, timeout_s=10.0)
+    assert next(prefetcher) == 1
+    for _ in range(2):
+        with pytest.raises(ValueError, match="row 2"):
+            next(prefetcher)
+    assert prefetcher.failed
+    prefetcher.close()

@@ -1,5 +1,6 @@
 """Names, ties, keys and initial weights of layers."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from elastic_trainer.errors import ModelError
+from elastic_trainer.models.gpt import gpt
 from elastic_trainer.models.layers import (
     LayerSpec,
     ModelSpec,
     Tie,
+    build_blank,
     build_layer,
     build_layers,
     first_input,
@@ -144,3 +147,68 @@ def test_fields_reach_the_first_layer_and_those_that_ask() -> None:
     }
     with pytest.raises(ModelError, match=r"needs field 'input_ids'; .* has \['a', 'b'\]"):
         first_input(model(linear("l")), batch)
+
+
+class Noisy(nn.Module):
+    """Holds parameters and what is no part of its state, made in one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 5)
+        self.conv = nn.Conv1d(3, 4, 2)
+        self.free = nn.Parameter(torch.empty(4, 4))
+        nn.init.trunc_normal_(self.free) if way == "rejected" else nn.init.orthogonal_(self.free)
+        noise = torch.arange(20.0)
+        if way == "drawn":
+            noise = torch.rand(20)
+        elif way == "computed":
+            noise = self.linear.weight.detach() * 2
+        elif way == "by data":
+            noise = self.linear.weight.data.flatten()[:20]
+        self.register_buffer("noise", noise.clone(), persistent=False)
+        self.norm = self.free.norm().item() if way == "number" else 1.0
+
+
+@pytest.mark.parametrize("way", ["plain", "drawn", "computed", "by data", "number", "rejected"])
+def test_a_blank_layer_differs_in_its_parameters_at_most(way: str) -> None:
+    spec = LayerSpec("noisy", lambda: Noisy(way))
+    state = torch.get_rng_state()
+    blank, built = build_blank(spec, 7), build_layer(spec, 7)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(blank.get_buffer("noise"), built.get_buffer("noise"))
+    assert blank.norm == built.norm
+    for (name, ours), (other, theirs) in zip(
+        blank.named_parameters(), built.named_parameters(), strict=True
+    ):
+        assert name == other and ours.shape == theirs.shape and ours.dtype == theirs.dtype
+        assert ours.requires_grad == theirs.requires_grad
+
+
+@pytest.mark.parametrize("name", ["gpt", "linear"])
+def test_a_blank_layer_draws_nothing_where_it_can(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = {
+        "gpt": gpt(vocab_size=11, num_layers=1, dim=8, num_heads=2).layers[1],
+        "linear": linear("l"),
+    }
+    num_built: list[object] = []
+    spec = replace(specs[name], build=lambda: num_built.append(1) or specs[name].build())  # type: ignore[func-returns-value]
+    drawn: list[object] = []
+    for fill in ("normal_", "uniform_"):
+        monkeypatch.setattr(nn.init, f"_no_grad_{fill}", drawn.append)
+    build_blank(spec, 3)
+    assert len(num_built) == 1 and not drawn
+
+
+def test_given_layers_stay_as_they_are_and_others_get_their_owners_initial_weights() -> None:
+    tied = gpt(vocab_size=11, num_layers=1, dim=8, num_heads=2, tie_embeddings=True)
+    whole = build_layers(tied, 0, 3, seed=5)
+    embed = build_layer(tied.layers[0], seed=6)  # as it may be after some training
+    kept = {name: p.clone() for name, p in embed.named_parameters()}
+    mixed = build_layers(tied, 0, 3, 5, given={"embed": embed})
+    assert list(mixed) == list(whole) and mixed["embed"] is embed
+    assert all(torch.equal(p, kept[name]) for name, p in embed.named_parameters())
+    for layer in list(whole)[1:]:
+        for name, parameter in whole[layer].named_parameters():
+            assert torch.equal(mixed[layer].get_parameter(name), parameter), (layer, name)

@@ -1,5 +1,8 @@
 """Decay that stays out of the momentum, and state that fits the optimizer it is given to."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,7 +10,12 @@ from torch import Tensor, nn
 from elastic_trainer.config import Config, OptimConfig
 from elastic_trainer.errors import CheckpointError
 from elastic_trainer.models.layers import LayerSpec, ModelSpec
-from elastic_trainer.pipeline.optim import check_state
+from elastic_trainer.pipeline.optim import (
+    build_optimizer,
+    check_state,
+    export_state,
+    take_step,
+)
 from elastic_trainer.testing.in_process import InProcessPipeline, even_plan, with_settings
 from elastic_trainer.testing.oracle import DelayedOracle, SynchronousOracle
 
@@ -91,3 +99,34 @@ def test_a_parameter_that_was_never_stepped_has_no_state() -> None:
         check_state((), OptimConfig(name=name), "w")
     with pytest.raises(CheckpointError, match="momentum_buffer.*keeps none.*optim.beta1"):
         check_state(["momentum_buffer"], OptimConfig(name="sgd", beta1=0.0), "w")
+
+
+@pytest.mark.parametrize("name", ["adamw", "nadam", "sgd"])
+def test_a_step_is_that_of_torch(name: str) -> None:
+    config = settings(name=name).optim
+    ours, theirs = (torch.nn.Parameter(torch.linspace(-1, 1, 50)) for _ in range(2))
+    mine, reference = build_optimizer([ours], config), build_optimizer([theirs], config)
+    assert mine is not None and reference is not None
+    for update in range(4):
+        for parameter in (ours, theirs):
+            parameter.grad = torch.linspace(-2, 3, 50) * (update - 1.5)
+        take_step(mine)
+        reference.step()
+        assert torch.equal(ours, theirs) and ours.requires_grad
+        kept = export_state(mine, ours)
+        assert all(torch.equal(kept[k], v) for k, v in export_state(reference, theirs).items())
+
+
+def test_a_worker_does_without_torchs_compiler() -> None:
+    """Importing it takes about two seconds, while everybody waits for a worker that joins."""
+    program = (
+        "import sys, torch\n"
+        "from elastic_trainer.config import OptimConfig\n"
+        "from elastic_trainer.pipeline.optim import build_optimizer, take_step\n"
+        "for name in ('adamw', 'nadam', 'sgd'):\n"
+        "    parameter = torch.nn.Parameter(torch.ones(3))\n"
+        "    parameter.grad = torch.ones(3)\n"
+        "    take_step(build_optimizer([parameter], OptimConfig(name=name)))\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

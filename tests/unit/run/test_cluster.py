@@ -15,8 +15,8 @@ import ray
 from ray.exceptions import AuthenticationError as RayAuthenticationError
 
 import elastic_trainer
-from elastic_trainer.actors import workers
-from elastic_trainer.actors.workers import Crew, bundles
+from elastic_trainer.actors import site
+from elastic_trainer.actors.resources import Node, bundles, capacity, next_bundle, no_room
 from elastic_trainer.config import ClusterConfig, Config, LossConfig, ModelConfig
 from elastic_trainer.errors import AuthenticationError, ClusterError
 from elastic_trainer.run import cluster
@@ -248,57 +248,47 @@ def test_targets_may_lie_in_the_working_folder(
     assert sys.path == [str(tmp_path), "/elsewhere"]
 
 
-class FullRoom:
-    """A placement group that never gets its room."""
-
-    made: list["FullRoom"] = []
-
-    def __init__(self, wanted: list[dict[str, float]]) -> None:
-        self.wanted = wanted
-        self.released = False
-        self.made.append(self)
-
-    def ready(self, timeout_s: float) -> bool:
-        return False
-
-    def release(self) -> None:
-        self.released = True
+def node(number: int = 0, **total: float) -> Node:
+    return Node(node_id=f"n{number}", ip="10.0.0.1", name="host", total=total)
 
 
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Crew:
-    total, free = {"CPU": 4.0, "GPU": 1.0}, {"CPU": 1.5}
-    monkeypatch.setattr(workers, "_resources", lambda: (total, free))
-    monkeypatch.setattr(workers, "Room", FullRoom)
-    monkeypatch.setattr(FullRoom, "made", [])
-    asked = ClusterConfig(num_workers=3, start_timeout_s=0.0, resources_per_worker={"CPU": 2.0})
-    return Crew(Config(cluster=asked), str(tmp_path / "private"))
-
-
-def test_no_room(full: Crew) -> None:
-    with pytest.raises(ClusterError) as caught:
-        full.reserve(lambda: False)
-    text = str(caught.value)
+def test_no_room() -> None:
+    wanted = bundles(ClusterConfig(num_workers=3, resources_per_worker={"CPU": 2.0}), {})
+    text = no_room(wanted, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 1.5}, 0.0)
     assert "no room for 3 workers after 0 s" in text
-    assert "asked for CPU 6; there is CPU 1.5 free of 4" in text
-    assert "fewer --workers" in text and "\n" not in text
-    full.dismiss(timeout_s=1.0)
-    assert [room.released for room in FullRoom.made] == [True]
+    assert "asked for CPU 6; there is CPU 1.5 free of 4" in text and "\n" not in text
 
 
-def test_stopping_ends_the_wait_for_room(full: Crew) -> None:
-    assert full.reserve(lambda: True) == []
-
-
-def test_no_room_for_a_kind_that_is_not_there(full: Crew) -> None:
-    full.config = Config(
-        cluster=ClusterConfig(num_workers=1, start_timeout_s=0.0, accelerator_type="A100")
-    )
-    with pytest.raises(ClusterError) as caught:
-        full.reserve(lambda: False)
-    text = str(caught.value)
+def test_no_room_for_a_kind_that_is_not_there() -> None:
+    wanted = bundles(ClusterConfig(num_workers=1, accelerator_type="A100"), {"GPU": 1.0})
+    text = no_room(wanted, {"CPU": 4.0, "GPU": 1.0}, {"CPU": 1.5}, 0.0)
     assert "GPU 1, accelerator_type:A100 0.001" in text
     assert "accelerator_type:A100 0 free of 0" in text
+
+
+def test_one_more_worker_takes_what_is_left() -> None:
+    any_kind, total = ClusterConfig(), {"CPU": 8.0, "GPU": 2.0}
+    gpu, cpu = {"GPU": 1.0}, {"CPU": 1.0}
+    assert next_bundle(any_kind, total, [], 9) == gpu
+    assert next_bundle(any_kind, total, [gpu], 9) == gpu
+    assert next_bundle(any_kind, total, [gpu, gpu], 9) == cpu
+    assert next_bundle(any_kind, total, [cpu, gpu], 9) == gpu, "a lost one is replaced by its like"
+    assert next_bundle(any_kind, {"CPU": 8.0}, [cpu, cpu], 1) == cpu
+
+
+def test_beyond_the_fewest_a_cluster_with_gpus_is_asked_for_gpus() -> None:
+    held = [{"GPU": 1.0}] * 2
+    assert next_bundle(ClusterConfig(), {"CPU": 8.0, "GPU": 2.0}, held, 2) == {"GPU": 1.0}
+    asked = ClusterConfig(resources_per_worker={"CPU": 3.0})
+    assert next_bundle(asked, {"CPU": 8.0, "GPU": 2.0}, held, 2) == {"CPU": 3.0}
+
+
+def test_how_many_workers_a_cluster_can_hold() -> None:
+    """By nodes: two halves of a worker on two nodes are none."""
+    three = ClusterConfig(resources_per_worker={"CPU": 3.0, "fast_disk": 1.0})
+    assert capacity(three, [node(0, CPU=8.0, fast_disk=9.0), node(1, CPU=2.0)]) == 2
+    assert capacity(three, [node(0, CPU=8.0)]) == 0 == capacity(three, [])
+    assert capacity(ClusterConfig(), [node(0, CPU=2.0, GPU=4.0), node(1, CPU=1.5)]) == 7
 
 
 def test_rays_remark_on_tokens_is_not_shown(
@@ -318,11 +308,11 @@ def test_a_folder_for_sockets_has_a_short_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", "/scratch")
-    assert workers.private_folder("/runs/a").startswith("/scratch/et-")
+    assert site.private_folder("/runs/a").startswith("/scratch/et-")
     deep = tmp_path / ("deep" * 20)
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    folder = workers.private_folder("/runs/a")
-    assert folder.startswith("/tmp/et-") and folder != workers.private_folder("/runs/b")
+    folder = site.private_folder("/runs/a")
+    assert folder.startswith("/tmp/et-") and folder != site.private_folder("/runs/b")
 
 
 @pytest.fixture

@@ -78,7 +78,7 @@ def test_a_loss_that_is_not_of_text_is_told_without_perplexity(tmp_path: Path) -
 def launch(tmp_path: Path) -> Launch:
     return Launch(
         config=Config(), name="r", run_dir=tmp_path / "run", update=0, cursor=Cursor(),
-        checkpoint=None, notes=(),
+        checkpoint=None, num_layers=None, notes=(),
     )  # fmt: skip
 
 

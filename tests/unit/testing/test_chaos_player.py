@@ -262,3 +262,13 @@ def test_a_trace_on_a_run() -> None:
     done = player.play()
     assert run.scaled == [(1, 3), (1, 1), (1, 2), (1, 1)]
     assert len(run.dead) == 3 and passed(run, done)
+
+
+def test_what_went_by_is_no_excuse_for_a_later_loss() -> None:
+    """stage-1 was to be stopped too late; the fault that waits on it afterwards has happened."""
+    run = Run()
+    run.sleep(4.0)  # update 40
+    late, kill = play(run, "stop stage=1 @update=30\nkill stage=1 @update=90")
+    assert late.problem == "update 30 went by without that action, or before it was in place"
+    assert kill.workers == ("stage-1",) and run.dead == {"stage-1"}
+    assert run.told[-1] == "kill stage=1 @update=90: has happened (stage-1 is gone)"

@@ -165,3 +165,21 @@ def test_another_scale() -> None:
     assert (
         judge([scale], facts(losses=(), commits=commits(21), now=1022.0), LIMIT_S).rows[0].problem
     )
+
+
+def test_a_drained_worker_that_was_slowed_before() -> None:
+    """Its leaving belongs to the drain, not to the slowness."""
+    slow = done("slow stage=1 factor=3 @update=10", at=1002.0)
+    drain = done("drain node=10.0.0.2 @update=20", at=1020.5)
+    left = Loss(worker="stage-1", cause=Cause.PREEMPTED, at=1031.5, commit_s=0.5)
+    first, second = judge([slow, drain], facts(losses=(left,)), 20.0).rows
+    assert (first.found, second.found) == ("", "stage-1 preempted")
+    assert first.passed and second.passed and second.recovery_s == pytest.approx(11.5)
+
+
+def test_a_lost_message_that_is_noticed_late() -> None:
+    """What was in flight is done again after it, updates before its own as well."""
+    again = [Commit(update=u, generation=2, at=1040.0 + u) for u in range(28, 33)]
+    drop = done("drop stage=1 action=SEND_F @update=31")
+    (row,) = judge([drop], facts(losses=(), commits=(*commits(30), *again)), 60.0).rows
+    assert row.passed and row.recovery_s == pytest.approx(1068.0 - 1029.0)

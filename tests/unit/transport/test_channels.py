@@ -15,6 +15,7 @@ from torch import Tensor
 from elastic_trainer.errors import FencedError, StallError, TransportError, WorkerLostError
 from elastic_trainer.transport import codec
 from elastic_trainer.transport.channel import Channel, Message, Tag
+from elastic_trainer.transport.inbox import BufferedChannel
 
 WAIT_S = 20.0
 Pair = tuple[Channel, Channel]
@@ -250,3 +251,47 @@ def test_closing_leaves_no_descriptor_thread_or_folder(
     while left := held() - before:
         gc.collect()
         assert time.monotonic() < deadline, left
+
+
+def test_a_server_receives_whatever_comes_in_its_generation(pair: Pair) -> None:
+    a, b = pair
+    assert isinstance(b, BufferedChannel)
+    assert b.recv_any(0) is None
+    for i in range(3):
+        a.send("b", tag(i, kind="Q"), Message([torch.tensor([i])]))
+    got = [received_any(b) for _ in range(3)]
+    assert [(peer, t.microbatch, m.tensors[0].item()) for peer, t, m in got] == [
+        ("a", i, i) for i in range(3)
+    ]
+    a.send("b", tag(4, generation=2), Message([torch.ones(1)]))  # b has not heard of it yet
+    a.send("b", tag(5), Message([torch.ones(1)]))
+    assert received_any(b)[1].microbatch == 5
+    assert b.recv_any(0.05) is None
+    a.send("b", tag(6), Message([torch.ones(1)]))
+    b.advance(2)
+    assert received_any(b)[1].microbatch == 4
+    assert b.recv_any(0.05) is None, "that of generation 0 is over"
+
+
+def test_a_server_that_waits_is_woken_and_interrupted(pair: Pair) -> None:
+    _, b = pair
+    assert isinstance(b, BufferedChannel)
+    for act in (b.wake, lambda: b.interrupt(WorkerLostError("over"))):
+        timer = threading.Timer(0.05, act)
+        timer.start()
+        begin = time.monotonic()
+        if act == b.wake:
+            assert b.recv_any(WAIT_S) is None
+        else:
+            with pytest.raises(WorkerLostError):
+                while time.monotonic() < begin + WAIT_S:
+                    b.recv_any(WAIT_S)
+        assert time.monotonic() - begin < WAIT_S / 2
+
+
+def received_any(channel: BufferedChannel) -> tuple[str, Tag, Message]:
+    """The next message; a wait may end early without one."""
+    deadline = time.monotonic() + WAIT_S
+    while (got := channel.recv_any(WAIT_S)) is None:
+        assert time.monotonic() < deadline
+    return got
