@@ -228,7 +228,11 @@ class Coordinator:
                     replayed = self.executor.replayed
                     self.historian.configured(update, self.executor.restored, replayed)
         self.historian.event(event)
-        self._execute(self.state.handle(event, time.monotonic()))
+        saved = self.state.saved
+        instructions = self.state.handle(event, time.monotonic())
+        if self.state.saved > saved:
+            self.saving.rely_on(self.state.saved, partial(self.recorder.event, "warning"))
+        self._execute(instructions)
 
     def _execute(self, instructions: list[do.Instruction]) -> None:
         numbers = [getattr(i, "generation", 0) for i in instructions]
@@ -315,7 +319,8 @@ class Coordinator:
             self.executor.loader_joined()
             return
         description = self.crew.descriptions[worker]
-        self.recorder.joined(worker, description)
+        if worker not in self.succession.inherited:
+            self.recorder.joined(worker, description)
         self._facts.put(ev.WorkerJoined(worker=worker, node=description["node_ip"]))
         self.departures.joined(worker)
 

@@ -203,7 +203,6 @@ class Orders:
 
         holders = {s.worker for s in plan.stages}
         writers = {w: h for w, h in self._crew.stages.items() if w in holders}
-        warn = partial(self._recorder.event, "warning")
         self._saving.start(
-            order.generation, order.update, plan, writers, self._calls, saved, failed, warn
+            order.generation, order.update, plan, writers, self._calls, saved, failed
         )

@@ -63,14 +63,13 @@ class Positions:
         """A checkpoint of this state is being written."""
         self._saving.add(update)
 
-    def not_saved(self, update: int) -> None:
-        """It could not be."""
+    def not_saving(self, update: int) -> None:
+        """It is complete, or came to nothing."""
         self._saving.discard(update)
 
     def saved(self, update: int) -> None:
-        """It is complete."""
-        self._saving.discard(update)
-        self._saved = max(self._saved, update)
+        """This is the checkpoint to which training may go back."""
+        self._saved = update
         self._forget()
 
     def stored(self, update: int) -> None:

@@ -106,20 +106,18 @@ class Saving:
         calls: Calls,
         saved: Callable[[CheckpointInfo], None],
         failed: Callable[[str], None],
-        warn: Callable[[str], None],
     ) -> None:
         """Have all stages copy and write the state after `update`, then commit.
 
         Args:
             saved: called with the complete checkpoint.
             failed: called with the reason, if there is none.
-            warn: called with what went wrong beside it.
         """
 
         def ended(save: Save, problem: str | None) -> None:
             self._open = [s for s in self._open if s is not save]
             facts = {"schedule": plan.schedule, "num_stages": plan.num_stages, "data": self._data}
-            self._commit(update, save.files, facts | save.facts, problem, saved, failed, warn)
+            self._commit(update, save.files, facts | save.facts, problem, saved, failed)
 
         self.positions.saving(update)
         save = Save(generation, update, plan, stages, calls, self.root, self._writers, ended)
@@ -131,8 +129,21 @@ class Saving:
         for save in self._open:
             if save.generation <= generation:
                 save.abandon()
-                self.positions.not_saved(save.update)
+                self.positions.not_saving(save.update)
         self._open = [s for s in self._open if s.generation > generation]
+
+    def rely_on(self, update: int, warn: Callable[[str], None]) -> None:
+        """Training may go back to this checkpoint from now on: older ones need not be kept.
+
+        Args:
+            warn: called if they cannot be removed.
+        """
+        self.positions.saved(update)
+        self._background.submit(
+            lambda: self._store.prune(self._num_to_keep),
+            _ignore,
+            lambda reason: warn(f"old checkpoints could not be removed: {reason}"),
+        )
 
     def close(self, timeout_s: float) -> None:
         """The workers are gone: clear what they could not complete, and come to an end in time."""
@@ -149,9 +160,8 @@ class Saving:
         problem: str | None,
         saved: Callable[[CheckpointInfo], None],
         failed: Callable[[str], None],
-        warn: Callable[[str], None],
     ) -> None:
-        """Write the manifest, report, then remove what need not be kept."""
+        """Write the manifest, and report."""
         cursor = self.positions.at(update)
         # A remote call that was given up may still act later, when the same update is being saved
         # again; what is left there goes with the next prune, or at the end.
@@ -168,18 +178,13 @@ class Saving:
 
         def committed(info: CheckpointInfo) -> None:
             self._newest = info
-            self.positions.saved(update)
+            self.positions.not_saving(update)
             for idle in [u for u, w in self._writers.items() if not w]:
                 del self._writers[idle]
             saved(info)
-            self._background.submit(
-                lambda: self._store.prune(self._num_to_keep),
-                _ignore,
-                lambda reason: warn(f"old checkpoints could not be removed: {reason}"),
-            )
 
         def not_committed(reason: str) -> None:
-            self.positions.not_saved(update)
+            self.positions.not_saving(update)
             failed(reason)
 
         self._background.submit(commit, committed, not_committed)

@@ -21,7 +21,7 @@ from elastic_trainer.actors.workers import Crew
 from elastic_trainer.config import Config
 from elastic_trainer.elastic.state import Goal, State
 from elastic_trainer.errors import RunError
-from elastic_trainer.types import RunResult, to_jsonable
+from elastic_trainer.types import RunResult, WorkerId, to_jsonable
 
 MAX_DEATHS = 3  # of coordinators, without an update between them
 POLL_S = 0.1
@@ -52,6 +52,7 @@ class Succession:
         find_s: float,
     ) -> None:
         self.limits = goal.min_workers, goal.max_workers
+        self.inherited: frozenset[WorkerId] = frozenset()  # workers of the coordinator before
         self.highest = 0  # of all generations that were ever given out
         self._config = config
         self._journal = journal
@@ -130,6 +131,7 @@ class Succession:
             saved = newest.update
         self._saving.positions.restore(found["positions"], saved)
         self._crew.next_worker = found["next_worker"]
+        self.inherited = frozenset(found["workers"])
         for worker, (room_id, resources, node_id) in found["workers"].items():
             self._crew.adopt(worker, room_id, resources, node_id, self._find_s)
         self._crew.clear_away()

@@ -192,7 +192,9 @@ def _shipped(config: Config) -> dict[str, Any]:
 
 
 def _quieten_ray() -> None:
-    """Drop Ray's notice that a token is in use; its warning that none is stays."""
+    """Drop Ray's notice that a token is in use; its warning that none is stays. And drop its
+    remarks on workers that die, which come in the midst of the display: the run tells of them."""
+    ray._private.worker._worker_logs_enabled = False
     log = logging.getLogger("ray._private.authentication.authentication_token_setup")
     log.addFilter(_is_worth_showing)  # a second time changes nothing
 

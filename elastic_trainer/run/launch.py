@@ -196,6 +196,8 @@ class Watcher:
         status = read_status(self._run_dir)
         if status.get("started_at", 0.0) < self._since:
             return  # a resumed run's folder still tells of the run before
+        if status["state"] == "interrupted":
+            return  # another coordinator is about to take over, or the run's call tells of its end
         if status.get("generation") not in (None, self._generation):
             self._generation = status["generation"]
             self._shown.plan(read_plan(self._run_dir))

@@ -178,6 +178,20 @@ def test_a_lost_workers_layers_come_back_from_its_buddy(crew: ThreadedCrew, lost
     assert_same_states(crew.states(), undisturbed(6))
 
 
+def test_a_snapshot_serves_more_than_once(crew: ThreadedCrew) -> None:
+    crew.train(1)
+    crew.take_stock(2)
+    buddies = {A: B, B: C, C: A}
+    crew.configure(crew.make_plan(2, (A, B, C)), 1, owners(crew), buddies=buddies)
+    snapshot(crew)
+    sources = owners(crew)
+    for generation, cuts in ((3, None), (4, [1, 4]), (5, None)):
+        crew.train(2)  # goes on with what was restored
+        crew.take_stock(generation)
+        crew.configure(crew.make_plan(generation, (A, B, C), cuts), 3, sources)
+        assert_same_states(crew.states(), undisturbed(3))
+
+
 class Standstill:
     """Stops a worker at an action, on demand."""
 

@@ -44,10 +44,11 @@ def test_checkpoints_and_snapshots_are_remembered() -> None:
             positions.saving(last)
         if last == 300:
             positions.stored(200)
+            positions.not_saving(50)
             positions.saved(50)
     far_back = range(380 - 2 * NUM_RECENT)
     assert known(positions, far_back) == [50, 100, 150, 200, 300]
-    positions.not_saved(150)
+    positions.not_saving(150)
     positions.stored(400)
     segment(positions, 402)
     assert known(positions, far_back) == [50, 300]
@@ -79,7 +80,7 @@ def test_another_process_knows_the_same(steps: list[str]) -> None:
             saving.append(last)
         elif step == "saved":
             saved = max(saved, saving[-1])
-            positions.saved(saving[-1])
+            positions.saved(saved)
         elif step == "stored":
             positions.stored(snapshots[-1])
         assert saved in positions and last in positions

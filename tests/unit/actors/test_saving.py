@@ -107,15 +107,17 @@ def start(saving: Saving, stages: Mapping[str, Any], update: int, calls: Any = N
     saving.positions.note(
         [BatchInfo(update=update, microbatches=(), end=Cursor(epoch=1, row=update))]
     )
-    warn = told.warned.append
     through: Any = calls or FakeCalls()
-    saving.start(1, update, plan(), stages, through, told.saved.append, told.failed.append, warn)
+    saving.start(1, update, plan(), stages, through, told.saved.append, told.failed.append)
     return told
 
 
 def save(saving: Saving, stages: Mapping[str, Any], update: int) -> Told:
     told = start(saving, stages, update)
     assert saving.deliver(WAIT_S)
+    if told.saved:
+        saving.rely_on(update, told.warned.append)
+        assert saving.deliver(WAIT_S)
     return told
 
 
@@ -280,11 +282,25 @@ def test_the_coordinator_does_not_wait_for_the_storage(
     held = Held(monkeypatch, method)
     saving = new_saving(tmp_path)
     told = start(saving, good_stages(saving), 2)
-    saving.deliver(0.0 if method == "commit" else 0.5)
+    if method == "prune":
+        assert saving.deliver(WAIT_S)
+        saving.rely_on(2, told.warned.append)
+    saving.deliver(0.0)
     assert held.reached.wait(WAIT_S) and saving.busy
     assert (told.saved == []) is (method == "commit")
     held.open.set()
     assert saving.deliver(WAIT_S) and told.saved[0].update == 2 and not saving.busy
+
+
+def test_a_checkpoint_goes_when_training_relies_on_another(tmp_path: Path) -> None:
+    """Not as soon as the other is there: it may belong to a generation that has broken off."""
+    saving = new_saving(tmp_path, "checkpoint.num_to_keep=1")
+    save(saving, good_stages(saving), 1)
+    told = start(saving, good_stages(saving), 2)
+    assert saving.deliver(WAIT_S) and told.saved
+    assert kept(saving) == [1, 2] and 1 in saving.positions
+    saving.rely_on(2, told.warned.append)
+    assert saving.deliver(WAIT_S) and kept(saving) == [2]
 
 
 def test_a_storage_that_hangs_fails_the_checkpoint_and_not_the_end(

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,7 @@ from elastic_trainer.cli.complete import complete_config, complete_override, com
 from elastic_trainer.cli.main import run
 from elastic_trainer.config import load_config
 from elastic_trainer.errors import ClusterError, ConfigError, ScheduleError
+from elastic_trainer.observability.changes import Change
 from elastic_trainer.observability.progress import format_bytes
 from elastic_trainer.observability.record import RunRecord
 from elastic_trainer.types import CheckpointInfo, Plan, Prediction, StagePlan
@@ -270,6 +272,39 @@ def test_runs_and_status(storage: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert "stage-0: embed … blocks.0 (2)" in text and "1 of 1" in text
     story = json.loads(output(capsys, ["status", "first", "--json"]))
     assert story["updates"] == [{"update": 1, "loss": 2.0}] and story["alive"] is False
+
+
+def test_status_shows_the_newest_changes_of_the_membership(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "membership" not in output(capsys, ["status", "first"])
+    lost = Change(
+        time=1000.0,
+        cause="wedged",
+        reason="no progress for 75 s",
+        update=40,
+        workers_before=3,
+        workers_after=2,
+        worker="stage-4",
+        stage=1,
+        node="10.0.0.7",
+        outcome="committed",
+        generation=2,
+        restored_update=38,
+        first_commit_s=1.25,
+        updates_replayed=2,
+    )
+    file = storage / "first" / "membership.jsonl"
+    for number in range(12):
+        with file.open("a") as lines:
+            lines.write(json.dumps(asdict(replace(lost, generation=2 + number))) + "\n")
+    text = output(capsys, ["status", "first"])
+    assert "  membership: the newest 10 of 12 changes\n" in text
+    assert "generation 3," not in text and "generation 13," in text
+    assert "wedged stage-4 (stage 1, node 10.0.0.7), generation 4, at update 40: 3 → 2" in text
+    assert "committed after 1.25 s, 2 updates trained again from update 38" in text
+    story = json.loads(output(capsys, ["status", "first", "--json"]))
+    assert [change["generation"] for change in story["membership"]] == list(range(2, 14))
 
 
 def test_stop_and_checkpoints(

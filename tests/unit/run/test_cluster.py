@@ -304,6 +304,17 @@ def test_rays_remark_on_tokens_is_not_shown(
     ]
 
 
+def test_rays_remarks_on_dead_workers_are_not_shown(
+    fake_ray: FakeRay, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray._private import worker
+
+    with cluster.connected(config()):
+        line = {"lines": ["A worker died"], "pid": "raylet", "is_err": False, "ip": "10.0.0.1"}
+        worker.print_to_stdstream(line, ignore_prefix=False)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_folder_for_sockets_has_a_short_path(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
