@@ -73,7 +73,6 @@ class Work:
     def drop(self, now: float) -> None:
         """The generation broke off: what it had under way has failed."""
         self.in_flight, self.evaluating = [], set()
-        self._issued = self.committed
         self._final_eval_issued = False
         if self.saving is not None:
             self.saving, self._retry_at = None, now + CHECKPOINT_RETRY_S

@@ -1,4 +1,4 @@
-"""Losses, budgets, and what they do to checkpoints, evaluations and the end of a run."""
+"""Losses, and what they do to checkpoints, evaluations and the end of a run."""
 
 from typing import Any
 
@@ -6,13 +6,10 @@ import pytest
 
 from elastic_trainer.elastic import events as ev
 from elastic_trainer.elastic import instructions as do
-from elastic_trainer.elastic.staff import INCIDENT_S
 from elastic_trainer.elastic.state import Phase, State
 from elastic_trainer.elastic.work import CHECKPOINT_RETRY_S, SAVE_GRACE_S
 from elastic_trainer.testing.simulated_cluster import SimCluster
 from elastic_trainer.testing.simulated_run import cluster, names, newest, phase, run
-
-# Losses.
 
 
 def test_survivors_take_over_from_the_newest_snapshot() -> None:
@@ -81,6 +78,34 @@ def test_a_stock_that_lacks_a_worker_waits_for_news_of_its_loss() -> None:
     assert sim.state.phase is Phase.RECOVERING
     sim.tell(ev.WorkerLost(worker="stage-2", detail="gone"))
     assert newest(sim, do.TakeStock).workers == ("stage-1", "stage-3")
+
+
+def test_idle_workers_are_asked_too_and_those_that_are_lost_are_not_waited_for() -> None:
+    sim = run(cluster(num_spares=2), stages=3)
+    idle = sim.state.idle[-1]
+    sim.kill(names(sim)[1])
+    phase(sim, Phase.RECOVERING)
+    stock, plan = newest(sim, do.TakeStock), newest(sim, do.MakePlan)
+    assert idle in stock.workers and idle not in plan.workers
+    del sim.workers[idle]  # it dies, and nobody has heard of it yet
+    sim.run_until(lambda: any(isinstance(event, ev.StockTaken) for event in sim.told))
+    sim.run_until(lambda: not any(len(letters) for letters in sim.mail.values()))
+    assert sim.state.phase is Phase.RECOVERING
+    (configure,) = sim.tell(ev.WorkerLost(worker=idle, detail="it is gone"))[:1]
+    assert isinstance(configure, do.Configure)
+    assert newest(sim, do.Configure).plan.generation == stock.generation
+
+
+def test_the_loss_of_a_mere_source_starts_over() -> None:
+    sim = run(cluster(), stages=3)
+    sim.drain("stage-2", None)
+    phase(sim, Phase.RESTORING)
+    configure = newest(sim, do.Configure)
+    assert "stage-2" in configure.sources.values()
+    assert "stage-2" not in [stage.worker for stage in configure.plan.stages]
+    sim.tell(ev.WorkerLost(worker="stage-2", detail="its time was up", cause=ev.Cause.PREEMPTED))
+    assert sim.state.phase is Phase.RECOVERING
+    assert newest(sim, do.TakeStock).generation > configure.plan.generation
 
 
 def test_without_any_copy_the_newest_checkpoint_is_taken_and_the_loss_is_said() -> None:
@@ -193,6 +218,31 @@ def test_a_failure_in_the_midst_of_a_checkpoint_has_it_written_later() -> None:
     assert newest(sim, do.SaveCheckpoint).generation == 2
 
 
+def test_a_late_word_of_an_older_checkpoint_is_not_one_of_the_newer() -> None:
+    sim = run(cluster(save_steps=6), updates=0, stages=3)
+    sim.run_until(lambda: bool(sim.orders(do.SaveCheckpoint)))
+    sim.tell(ev.Disturbed(generation=1, reason="a link broke"))
+    hold(sim, lambda: sim.state.committed > 6)
+    sim.pass_time(CHECKPOINT_RETRY_S)
+    newer = newest(sim, do.SaveCheckpoint).update
+    assert newer > 6
+    sim.tell(ev.CheckpointFailed(update=6, reason="its worker is gone"))
+    sim.pass_time(10 * CHECKPOINT_RETRY_S)
+    assert newest(sim, do.SaveCheckpoint).update == newer, "one at a time"
+
+
+def test_updates_that_are_trained_again_are_not_evaluated_again() -> None:
+    sim = cluster(eval_steps=4, snapshot_every=-1)
+    run(sim, updates=10, stages=3)
+    sim.kill("stage-2")
+    phase(sim, Phase.RESTORING)
+    evaluated = sim.state.evaluated
+    assert sim.state.committed == 0 and evaluated >= 8
+    run(sim, updates=20)
+    orders = [i.update for i in sim.orders(do.Evaluate) if isinstance(i, do.Evaluate)]
+    assert [u for u in orders if u <= evaluated] == list(range(4, evaluated + 1, 4))
+
+
 # Stop.
 
 
@@ -220,6 +270,16 @@ def test_stop_while_recovering_regains_what_was_committed_and_saves_it() -> None
     assert sim.finished.reason == "SIGINT"
 
 
+def test_a_loss_after_stop_costs_nothing_but_what_was_committed() -> None:
+    sim = run(cluster(), updates=20, stages=3)
+    sim.tell(ev.StopRequested(reason="SIGINT"))
+    committed = sim.state.committed
+    sim.tell(ev.WorkerLost(worker="stage-2", detail="it is gone"))
+    sim.run_until(lambda: sim.finished is not None)
+    assert sim.finished is not None and sim.finished.update == committed
+    assert sim.finished.status == "stopped"
+
+
 def test_stop_ends_a_change_that_has_not_begun() -> None:
     sim = run(cluster(capacity=2), stages=2)
     sim.capacity = 3
@@ -236,77 +296,6 @@ def test_a_run_that_is_to_stop_does_not_wait_for_workers() -> None:
     sim.kill("stage-3")
     sim.run_until(lambda: sim.finished is not None)
     assert sim.finished is not None and sim.finished.status == "stopped"
-
-
-# Budgets.
-
-
-def test_one_loss_too_many_fails_the_run_and_says_how_many_there_were() -> None:
-    sim = run(cluster(max_failures=2, refill_updates=1000), stages=3)
-    for _ in range(3):
-        sim.pass_time(INCIDENT_S + 1)
-        sim.kill(names(sim)[0])
-        sim.run_until(lambda: sim.finished is not None or sim.state.phase is Phase.RECOVERING)
-        if sim.finished is None:
-            run(sim, stages=3)
-    assert sim.finished is not None and sim.finished.status == "failed"
-    assert "number 3 in a row, elastic.max_failures is 2" in sim.finished.reason
-    assert "it is gone" in sim.finished.reason
-
-
-def test_progress_refills_the_budget_and_training_again_is_no_progress() -> None:
-    sim = run(cluster(max_failures=1, refill_updates=30, snapshot_every=-1), stages=3)
-    run(sim, updates=25)
-    sim.kill("stage-1")
-    phase(sim, Phase.RECOVERING)
-    lost_at = sim.state.committed
-    sim.run_until(lambda: sim.state.committed in range(max(31, lost_at - 4), lost_at + 1))
-    assert sim.state.counts["failures"] == 1, "all of it was trained before"
-    sim.run_until(lambda: sim.state.committed >= lost_at + 30)
-    assert sim.state.counts["failures"] == 0
-
-
-def test_workers_of_one_node_lost_at_once_count_once() -> None:
-    sim = cluster(begin=False, max_failures=1, max_workers=4)
-    sim.begin()
-    run(sim, stages=4)  # stage-1 and stage-4 are on one node
-    sim.kill("stage-1")
-    sim.kill("stage-4")
-    run(sim)
-    assert sim.finished is None and sim.state.counts["failures"] == 1
-
-
-def test_announced_departures_have_a_budget_of_their_own_and_end_with_a_checkpoint() -> None:
-    sim = run(cluster(max_failures=0, max_preemptions=1), stages=3)
-    sim.drain(names(sim)[0], 30.0)
-    run(sim, stages=3)
-    sim.drain(names(sim)[0], 30.0)
-    sim.run_until(lambda: sim.finished is not None)
-    assert sim.finished is not None and sim.finished.status == "failed"
-    assert "number 2 in a row, elastic.max_preemptions is 1" in sim.finished.reason
-    assert sim.state.saved == sim.state.committed > 0
-
-
-def test_workers_that_die_as_they_start_are_not_replaced_for_ever() -> None:
-    sim = run(cluster(capacity=2, max_failures=2), stages=2)
-    sim.capacity = 3
-    for _ in range(3):
-        sim.stillborn()
-        sim.run_until(lambda: not any(len(m) for m in sim.mail.values()))
-    assert newest(sim, do.StartWorkers).num_workers == 2
-    assert "no more until" in newest(sim, do.StartWorkers).reason
-    run(sim, updates=50)
-    assert sim.state.phase is Phase.RUNNING and sim.state.counts["failures"] == 0
-    run(sim, updates=80)
-    assert newest(sim, do.StartWorkers).num_workers == 3, "after progress it is tried again"
-
-
-def test_workers_that_die_as_they_start_fail_a_run_that_cannot_start_without() -> None:
-    sim = cluster(min_workers=2, max_failures=1)
-    for _ in range(2):
-        sim.stillborn()
-    sim.run_until(lambda: sim.finished is not None)
-    assert sim.finished is not None and "cannot import" in sim.finished.reason
 
 
 # A coordinator that takes over.

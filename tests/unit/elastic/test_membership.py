@@ -223,6 +223,15 @@ def test_to_ask_for_more_workers_than_are_there_does_not_stop_training() -> None
     assert "2 of 3 workers" in sim.state.reason, "now the new minimum holds"
 
 
+def test_a_minimum_that_is_not_there_yet_does_not_count_when_a_worker_is_lost() -> None:
+    sim = run(cluster(capacity=2, min_workers=1, max_workers=2), stages=2)
+    sim.tell(ev.ScaleRequested(min_workers=3, max_workers=3, reason="scale"))
+    sim.capacity = 1
+    sim.kill("stage-2")
+    run(sim, stages=1)
+    assert not any("of 3" in i.reason for i in sim.orders(do.Wait))
+
+
 def test_to_ask_for_fewer_moves_layers_and_dismisses_the_others() -> None:
     sim = run(cluster(num_spares=1), stages=3)
     sim.tell(ev.ScaleRequested(min_workers=1, max_workers=1, reason="scale"))
@@ -263,6 +272,16 @@ def test_what_does_not_fit_the_most_workers_fails() -> None:
     sim = cluster(fewest=4)
     sim.run_until(lambda: sim.finished is not None)
     assert sim.finished is not None and sim.finished.reason == "too little memory"
+
+
+def test_fewer_workers_than_it_fits_are_asked_for_in_vain_and_only_once() -> None:
+    sim = run(cluster(fewest=3), stages=3)
+    sim.tell(ev.ScaleRequested(min_workers=1, max_workers=2, reason="scale"))
+    plans = len(sim.orders(do.MakePlan))
+    run(sim, updates=30, stages=3)
+    assert len(sim.orders(do.MakePlan)) == plans
+    (note,) = sim.orders(do.Note)
+    assert note.reason == "no plan for stage-1, stage-2: too little memory"
 
 
 def test_a_leaver_without_whom_it_does_not_fit_is_kept_until_it_must_go() -> None:
