@@ -20,6 +20,7 @@ class _Entry:
     then: Then
     failed: Callable[[str], None] | None
     generation: int | None
+    judged: bool = True
 
 
 class Calls:
@@ -27,8 +28,8 @@ class Calls:
 
     Args:
         vigil: keeps their deadlines.
-        judge: told of each call that raised: the call, the generation that it was made for, and the
-            error.
+        judge: told of each call that raised, where that means something: the call, the generation
+            that it was made for, and the error.
         wait: blocks until some of the given calls are ready.
     """
 
@@ -61,6 +62,7 @@ class Calls:
         generation: int | None = None,
         limit_s: float | None = None,
         failed: Callable[[str], None] | None = None,
+        judged: bool = True,
     ) -> None:
         """Await a call that takes as long as it needs while its work moves on.
 
@@ -68,13 +70,14 @@ class Calls:
             generation: that it belongs to and ends with, if it does.
             limit_s: how long its work may stand still, if not as long as usual.
             failed: told why there will be no result; `then` is not called.
+            judged: whether an error means anything beyond that.
         """
-        self._open[call] = _Entry(then, failed, generation)
+        self._open[call] = _Entry(then, failed, generation, judged)
         self._vigil.sent(call, limit_s)
 
     def whenever(self, call: Pending[Any], then: Then, failed: Callable[[str], None]) -> None:
         """Await something that nobody can hasten, such as room on the cluster."""
-        self._open[call] = _Entry(then, failed, None)
+        self._open[call] = _Entry(then, failed, None, judged=False)
         self._vigil.sent(call, math.inf)
 
     def collect(self, timeout_s: float) -> None:
@@ -89,7 +92,8 @@ class Calls:
             except Exception as error:  # whatever it is, the judge knows what it means
                 if entry.failed is not None:
                     entry.failed(str(error))
-                self._judge(call, entry.generation, error)
+                if entry.judged:
+                    self._judge(call, entry.generation, error)
             else:
                 entry.then(value)
 

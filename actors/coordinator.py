@@ -157,8 +157,6 @@ class Coordinator:
         if self._goes_on:
             self.state = self.succession.take_over(self.judge.look)
             self._forget_joins_and_losses()
-            plan = self.executor.plan
-            self.historian.begin(changes.TAKEN_OVER, self.state.committed, plan)
         else:
             self.crew.clear_away()
             first = self._start["update"]
@@ -224,7 +222,7 @@ class Coordinator:
                 self.saving.positions.stored(update)
                 self.recorder.metrics.observe_snapshot(update, cost_s)
             case ev.Configured(generation=generation, update=update):
-                if generation == self.generation:
+                if generation == self.generation and self.state.phase is Phase.RESTORING:
                     replayed = self.executor.replayed
                     self.historian.configured(update, self.executor.restored, replayed)
         self.historian.event(event)

@@ -240,7 +240,8 @@ class Executor:
 
         gathering = self._gather("configure", generation, [*present, loader.worker], complete)
         restore = Restore(update=update, sources=instruction.sources, root=self._root(update))
-        idle = [w for w in present if w not in holders]
+        leaving = self._crew.on_nodes(self._crew.avoided)
+        idle = [w for w in present if w not in holders and w not in leaving]
         buddies = choose_buddies(holders, idle, {w: self._node(w) for w in present})
         for worker, handle in present.items():
             peers = {**self._peers(worker), loader.worker: self._crew.descriptions[loader.worker]}

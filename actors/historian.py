@@ -45,12 +45,13 @@ class Historian:
         self._limits = limits
         self._clock = clock
         self._plan: Plan | None = None  # in force, or broken off last
+        self._committed = 0
         self._idle: set[WorkerId] = set()  # joined, not planned with yet
 
     def begin(self, cause: str, update: int, plan: Plan | None) -> None:
         """The run starts, is resumed from a checkpoint, or has another coordinator."""
-        self._plan = plan
-        self._changed(cause, "", update)
+        self._plan, self._committed = plan, update
+        self._changed(cause, "")
 
     def detected(
         self, worker: WorkerId, detail: str, cause: ev.Cause, silent_s: float | None
@@ -63,7 +64,6 @@ class Historian:
         self._changed(
             cause,
             detail,
-            state.committed,
             worker,
             detect_s=silent_s,
             concerns_plan=self._stage(worker) is not None,
@@ -78,20 +78,19 @@ class Historian:
             case ev.WorkersDraining(workers=workers, reason=reason):
                 for worker in set(workers) - set(state.draining):
                     held = self._stage(worker) is not None
-                    self._changed(
-                        ev.Cause.PREEMPTED, reason, state.committed, worker, concerns_plan=held
-                    )
+                    self._changed(ev.Cause.PREEMPTED, reason, worker, concerns_plan=held)
             case ev.ScaleRequested():
                 self._scaled(event)
             case ev.LoaderLost(detail=detail):
-                self._changed(changes.LOADER_LOST, detail, state.committed)
+                self._changed(changes.LOADER_LOST, detail)
             case ev.Disturbed(generation=generation, reason=reason):
                 if generation == state.generation:
-                    self._changed(changes.DISTURBED, reason, state.committed)
+                    self._changed(changes.DISTURBED, reason)
             case ev.Planned():
                 self.log.planned(self._clock())
-            case ev.SegmentDone(generation=generation):
+            case ev.SegmentDone(generation=generation, last_update=last):
                 if generation == state.generation:
+                    self._committed = last
                     self.log.committed(self._clock())
 
     def instruction(self, instruction: do.Instruction) -> None:
@@ -115,6 +114,7 @@ class Historian:
     ) -> None:
         """A generation is ready; `replayed` are updates, and samples, that come again."""
         assert self._plan is not None
+        self._committed = update
         self.log.configured(
             at=self._clock(),
             plan=self._plan,
@@ -158,15 +158,14 @@ class Historian:
         if len(self._run.state.workers) < self._run.most_stages:
             self._idle.add(worker)  # recorded when it is planned with
             return
-        update = self._run.state.committed
-        self._changed(changes.JOINED, "a spare", update, worker, concerns_plan=False)
+        self._changed(changes.JOINED, "a spare", worker, concerns_plan=False)
 
     def _use(self, workers: tuple[WorkerId, ...], reason: str) -> None:
         if self._run.state.phase not in (Phase.RUNNING, Phase.DRAINING):
             return  # who joins in a recovery belongs to it
         for worker in sorted(self._idle & set(workers)):
             self._idle.discard(worker)
-            self._changed(changes.JOINED, reason, self._run.state.committed, worker)
+            self._changed(changes.JOINED, reason, worker)
 
     def _scaled(self, event: ev.ScaleRequested) -> None:
         held = self._plan.num_stages if self._plan is not None else 0
@@ -175,7 +174,6 @@ class Historian:
         self._changed(
             ev.Cause.SCALED_DOWN if shrinks else changes.SCALED_UP,
             event.reason,
-            self._run.state.committed,
             concerns_plan=grows or shrinks,
         )
 
@@ -187,7 +185,6 @@ class Historian:
         self,
         cause: str,
         reason: str,
-        update: int,
         worker: WorkerId = "",
         *,
         detect_s: float | None = None,
@@ -198,7 +195,7 @@ class Historian:
             time=time.time(),
             cause=cause,
             reason=reason,
-            update=update,
+            update=self._committed,
             workers=self._plan.num_stages if self._plan is not None else 0,
             worker=worker,
             stage=self._stage(worker),

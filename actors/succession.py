@@ -19,8 +19,10 @@ from elastic_trainer.actors.recorder import Recorder
 from elastic_trainer.actors.saving import Saving
 from elastic_trainer.actors.workers import Crew
 from elastic_trainer.config import Config
+from elastic_trainer.elastic.events import Cause
 from elastic_trainer.elastic.state import Goal, State
 from elastic_trainer.errors import RunError
+from elastic_trainer.observability.changes import TAKEN_OVER
 from elastic_trainer.types import RunResult, WorkerId, to_jsonable
 
 MAX_DEATHS = 3  # of coordinators, without an update between them
@@ -81,6 +83,7 @@ class Succession:
             state.evaluated,
             self.limits,
             self._crew.next_worker,
+            self._crew.next_loader,
             tuple(self._crew.berths),
             len(self._crew.avoided),
         )
@@ -101,6 +104,7 @@ class Succession:
                     for worker, berth in self._crew.berths.items()
                 },
                 "next_worker": self._crew.next_worker,
+                "next_loader": self._crew.next_loader,
                 "departures": self._departures.facts(),
                 "positions": self._saving.positions.facts(),
                 "recorder": self._recorder.facts(),
@@ -124,26 +128,28 @@ class Succession:
         committed = found["committed"]
         self._count_death(found)
         self._recorder.restore(found["recorder"])
-        self._historian.restore(found["history"])
         newest = self._saving.newest
         saved = found["saved"]
         if newest is not None and saved < newest.update <= committed:
             saved = newest.update
         self._saving.positions.restore(found["positions"], saved)
-        self._crew.next_worker = found["next_worker"]
+        self.limits = fewest, most = tuple(found["limits"])
+        self.highest = found["generation"]
+        self._executor.plan = plan = plan_from(found["plan"])
+        self._executor.newest = found["newest"]
+        self._historian.restore(found["history"])
+        self._historian.begin(TAKEN_OVER, committed, plan)
+        self._crew.next_worker, self._crew.next_loader = found["next_worker"], found["next_loader"]
         self.inherited = frozenset(found["workers"])
         for worker, (room_id, resources, node_id) in found["workers"].items():
-            self._crew.adopt(worker, room_id, resources, node_id, self._find_s)
+            if not self._crew.adopt(worker, room_id, resources, node_id, self._find_s):
+                self._historian.detected(worker, "it is gone", Cause.CRASHED, None)
         self._crew.clear_away()
         self._departures.restore(found["departures"])
         deadline = time.monotonic() + self._find_s
         while set(self._crew.stages) - set(self._crew.present()) and time.monotonic() < deadline:
             self._calls.collect(POLL_S)
             look()
-        self.limits = fewest, most = tuple(found["limits"])
-        self.highest = found["generation"]
-        self._executor.plan = plan = plan_from(found["plan"])
-        self._executor.newest = found["newest"]
         return State.resumed(
             replace(self._goal, min_workers=fewest, max_workers=most),
             generation=self.highest,

@@ -61,7 +61,7 @@ class Crew:
         self.descriptions: dict[WorkerId, Description] = {}
         self.loader: LoaderHandle | None = None
         self.avoided: set[str] = set()  # ids of nodes that are about to go
-        self.next_worker = 0  # ids are never used twice
+        self.next_worker = self.next_loader = 0  # names are never used twice
         self._site = site
         self._calls = calls
         self._start_limit_s = start_limit_s
@@ -70,7 +70,6 @@ class Crew:
         self._leaving: dict[WorkerId, tuple[Berth, float]] = {}  # and by when they are ended
         self._asked: dict[Any, Room] = {}  # rooms that are not ours yet, by their calls
         self._wanted = 0
-        self._next_loader = 0
         self._not_before = 0.0
         self._begun = time.monotonic()
         self._has_begun = False
@@ -144,8 +143,8 @@ class Crew:
 
     def start_loader(self) -> None:
         """Start the loader; another one if there was one before."""
-        worker = f"loader-{self._next_loader}"
-        self._next_loader += 1
+        worker = f"loader-{self.next_loader}"
+        self.next_loader += 1
         self.loader = self._site.start_loader(worker)
         self._calls.ask(
             self.loader.describe(), partial(self._described, worker), limit_s=self._start_limit_s
@@ -253,7 +252,7 @@ class Crew:
             self._leaving[worker] = berth, time.monotonic() + limit_s
             self._calls.forget(worker)
             closed = partial(self._closed, worker)
-            self._calls.when(berth.handle.close(), closed, failed=closed)
+            self._calls.when(berth.handle.close(), closed, failed=closed, judged=False)
 
     def close(self, timeout_s: float) -> None:
         """Close what answers in time, end everything, give all room back."""
