@@ -59,7 +59,7 @@ class Player:
     since the fault may have happened, and must not happen again in the replay.
 
     Args:
-        limit_s: how long a run may take to go on after a step.
+        patience_s: how long to wait for the run to go on after a step.
         tell: is told what was done.
     """
 
@@ -70,7 +70,7 @@ class Player:
         levers: Levers,
         *,
         seed: int,
-        limit_s: float,
+        patience_s: float,
         tell: Callable[[str], None] = lambda text: None,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
@@ -79,7 +79,7 @@ class Player:
         self._view = view
         self._levers = levers
         self._seed = seed
-        self._limit_s = limit_s
+        self._patience_s = patience_s
         self._tell = tell
         self._clock = clock
         self._sleep = sleep
@@ -227,7 +227,7 @@ class Player:
         idle_s = self._clock() - max((c.at for c in commits), default=self._clock())
         acted = max((done.at for done in self._done.values()), default=0.0)
         if len(self._done) < len(self._steps):
-            return idle_s > self._limit_s and self._clock() - acted > self._limit_s
+            return idle_s > self._patience_s and self._clock() - acted > self._patience_s
         return all(self._has_gone_on(done) for done in self._done.values())
 
     def _has_gone_on(self, done: Done) -> bool:
@@ -236,7 +236,7 @@ class Player:
             loss for loss in self._view.losses if loss.worker in done.workers and loss.at >= done.at
         ]
         known = [done.at, *(loss.at for loss in losses)]
-        if done.problem or self._clock() - max(known) > self._limit_s:
+        if done.problem or self._clock() - max(known) > self._patience_s:
             return True
         if done.deadly and len(losses) < len(done.workers):
             return False

@@ -4,7 +4,7 @@
     hang  stage=any action=B     @update=60     # any: chosen by the seed
     stop  worker=stage-3         @time=12.5     # so many seconds after the start of the chaos
     drain node=10.0.0.3 deadline=20 @update=80  # once update 80 is committed
-    scale workers=2:4            @update=100
+    scale workers=2:4            @update=+100   # that many updates after the start
 
 Without a time an event is due at once. Kinds of faults and their words are those of
 `elastic_trainer.testing.faults`.
@@ -13,7 +13,7 @@ Without a time an event is due at once. Kinds of faults and their words are thos
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from elastic_trainer.config import parse_workers
 from elastic_trainer.errors import ConfigError
@@ -53,6 +53,7 @@ class Step:
         at_update: committed update at which it is due; of a fault, the update of its address.
         worker: a fault of this worker, whichever stage it has.
         any_stage: a fault of some stage.
+        relative: updates count from the start of the chaos.
     """
 
     what: Fault | Drain | Scale
@@ -61,6 +62,7 @@ class Step:
     at_update: int | None = None
     worker: WorkerId | None = None
     any_stage: bool = False
+    relative: bool = False
 
     @property
     def lethal(self) -> bool:
@@ -80,13 +82,15 @@ def parse_step(text: str) -> Step:
     if kind not in _KINDS:
         raise ConfigError(f"`{kind}` is no event", f"Events are {', '.join(_KINDS)}.")
     at_s, words = _take_time(words)
-    if kind == "drain":
+    relative = any(word.startswith("update=+") for word in words)
+    words = [word.replace("update=+", "update=", 1) for word in words]
+    if kind in ("drain", "scale"):
         update, words = _take_update(words)
-        return Step(what=_drain(words), text=text.strip(), at_s=at_s, at_update=update)
-    if kind == "scale":
-        update, words = _take_update(words)
-        return Step(what=_scale(words), text=text.strip(), at_s=at_s, at_update=update)
-    return _fault_step(kind, words, text.strip(), at_s)
+        what = _drain(words) if kind == "drain" else _scale(words)
+        step = Step(what=what, text=text.strip(), at_s=at_s, at_update=update)
+    else:
+        step = _fault_step(kind, words, text.strip(), at_s)
+    return replace(step, relative=relative)
 
 
 def parse_script(text: str, name: str = "the script") -> list[Step]:
@@ -107,6 +111,20 @@ def parse_script(text: str, name: str = "the script") -> list[Step]:
     if not steps:
         raise ConfigError(f"{name} holds no event", "Write one per line: kill stage=1 @update=30")
     return steps
+
+
+def count_from(steps: Sequence[Step], update: int) -> list[Step]:
+    """The steps with all their updates absolute; relative ones count from `update`."""
+    return [_shifted(step, update) if step.relative else step for step in steps]
+
+
+def _shifted(step: Step, by: int) -> Step:
+    what = step.what
+    if isinstance(what, Fault) and what.updates is not None:
+        first, last = what.updates
+        what = replace(what, updates=(first + by, None if last is None else last + by))
+    due = None if step.at_update is None else step.at_update + by
+    return replace(step, what=what, at_update=due, relative=False)
 
 
 def check_steps(

@@ -10,11 +10,12 @@ from elastic_trainer.observability.runs import resolve_run
 from elastic_trainer.run.control import coordinator_of
 from elastic_trainer.testing.chaos.live import FolderView, RayLevers
 from elastic_trainer.testing.chaos.player import Player
-from elastic_trainer.testing.chaos.script import Step, check_steps
+from elastic_trainer.testing.chaos.script import Step, check_steps, count_from
 from elastic_trainer.testing.chaos.trace import Change, compress, trace_steps
 from elastic_trainer.testing.chaos.verdict import Verdict, judge
 
 MARGIN_S = 30.0  # to recover in, beyond what it may take to find a wedged worker
+GRACE_S = 10.0  # how much longer is waited, to tell how late a run was and not only that it was
 
 
 def try_run(
@@ -49,15 +50,17 @@ def try_run(
             limit_s = load_config(run_dir / CONFIG_FILE).elastic.stall_limit_s + MARGIN_S
         view = FolderView(run_dir)
         view.look()
+        update = view.commits[-1].update if view.commits else 0
+        steps = count_from(steps, update)
         total = found.get("total_updates") or 0
-        check_steps(steps, update=found["update"], total=total, nodes=view.nodes)
+        check_steps(steps, update=update, total=total, nodes=view.nodes)
         replayed = trace_steps(compress(trace, speedup), found["min_workers"], found["num_workers"])
         player = Player(
             [*steps, *replayed],
             view,
             RayLevers(run_dir, coordinator),
             seed=seed,
-            limit_s=limit_s,
+            patience_s=limit_s + GRACE_S,
             tell=tell,
         )
         done = player.play()

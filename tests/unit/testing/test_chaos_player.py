@@ -128,7 +128,7 @@ def play(run: Run, script: str, seed: int = 0) -> list[Done]:
         run,
         run,
         seed=seed,
-        limit_s=LIMIT_S,
+        patience_s=LIMIT_S,
         tell=run.told.append,
         clock=run.clock,
         sleep=run.sleep,
@@ -255,7 +255,7 @@ def test_a_trace_on_a_run() -> None:
         run,
         run,
         seed=3,
-        limit_s=LIMIT_S,
+        patience_s=LIMIT_S,
         clock=run.clock,
         sleep=run.sleep,
     )

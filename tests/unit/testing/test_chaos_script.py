@@ -4,7 +4,14 @@ import pytest
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.schedule.actions import Kind
-from elastic_trainer.testing.chaos.script import Drain, Scale, check_steps, parse_script, parse_step
+from elastic_trainer.testing.chaos.script import (
+    Drain,
+    Scale,
+    check_steps,
+    count_from,
+    parse_script,
+    parse_step,
+)
 from elastic_trainer.testing.chaos.trace import compress, parse_trace, trace_steps
 from elastic_trainer.testing.faults import Fault, FaultKind
 
@@ -34,6 +41,17 @@ def test_a_script() -> None:
     assert drain.what == Drain(node="10.0.0.3", deadline_s=20.0) and drain.at_update == 80
     assert other.what == Drain(stage=2) and other.at_s is None
     assert scale.what == Scale(min_workers=2, max_workers=4) and scale.at_s == 60.0
+
+
+def test_updates_from_the_start_on() -> None:
+    text = "kill stage=1@update=+30\nslow stage=0 factor=2 @update=+5..9\nscale 2 @update=+7\n"
+    kill, slow, scale, stop = count_from(parse_script(f"{text}stop stage=1 @update=8"), 100)
+    assert isinstance(kill.what, Fault) and kill.what.updates == (130, 130)
+    assert isinstance(slow.what, Fault) and slow.what.updates == (105, 109)
+    assert [step.at_update for step in (kill, slow, scale, stop)] == [130, 105, 107, 8]
+    endless = parse_step("slow stage=0 factor=2 @update=+5..")
+    (endless,) = count_from([endless], 100)
+    assert isinstance(endless.what, Fault) and endless.what.updates == (105, None)
 
 
 def test_a_hang_that_ends_is_not_lethal() -> None:
