@@ -217,6 +217,7 @@ class Coordinator:
         match event:
             case ev.ScaleRequested(min_workers=fewest, max_workers=most):
                 self.succession.limits = fewest, most
+                self.crew.fewest = fewest
                 self.recorder.limits(fewest, most)
             case ev.SnapshotStored(update=update, cost_s=cost_s):
                 self.saving.positions.stored(update)

@@ -134,6 +134,7 @@ class Succession:
             saved = newest.update
         self._saving.positions.restore(found["positions"], saved)
         self.limits = fewest, most = tuple(found["limits"])
+        self._crew.fewest = fewest
         self.highest = found["generation"]
         self._executor.plan = plan = plan_from(found["plan"])
         self._executor.newest = found["newest"]

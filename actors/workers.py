@@ -60,6 +60,7 @@ class Crew:
         self.config = config
         self.descriptions: dict[WorkerId, Description] = {}
         self.loader: LoaderHandle | None = None
+        self.fewest = fewest_workers(config)  # needed to train
         self.avoided: set[str] = set()  # ids of nodes that are about to go
         self.next_worker = self.next_loader = 0  # names are never used twice
         self._site = site
@@ -130,12 +131,11 @@ class Crew:
     def missing_room(self) -> ClusterError | None:
         """That the fewest workers of the run have found no room in time, if so."""
         waited_s = self.config.cluster.start_timeout_s
-        fewest = fewest_workers(self.config)
-        self._has_begun = self._has_begun or len(self._berths) >= fewest
+        self._has_begun = self._has_begun or len(self._berths) >= self.fewest
         if self._has_begun or time.monotonic() - self._begun <= waited_s:
             return None
         total = self._site.total()
-        wanted = bundles(self.config.cluster, total, fewest)
+        wanted = bundles(self.config.cluster, total, self.fewest)
         return ClusterError(
             no_room(wanted, total, self._site.free(), waited_s),
             "Ask for fewer --workers or smaller cluster.resources_per_worker, or add nodes.",
@@ -186,9 +186,7 @@ class Crew:
         held = [berth.room.resources for berth in self._berths.values()]
         held += [room.resources for room in self._asked.values()]
         try:
-            self._bundle = next_bundle(
-                self.config.cluster, total, held, fewest_workers(self.config)
-            )
+            self._bundle = next_bundle(self.config.cluster, total, held, self.fewest)
         except ClusterError:
             if self._bundle is None:
                 raise  # else the nodes that had it may come back

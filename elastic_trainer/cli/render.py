@@ -1,5 +1,6 @@
 """What commands print: a table for people, or JSON for programs."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -73,6 +74,7 @@ def status(story: Mapping[str, Any], as_json: bool) -> None:
         "checkpoint": story.get("checkpoint") or "–",
         "metrics": _metrics_url(story),
         "warning": story.get("warning") or "–",
+        "workers": _workers(story),
         "folder": story["run_dir"],
     }
     stages = story["plan"].get("stages", ())
@@ -87,6 +89,21 @@ def status(story: Mapping[str, Any], as_json: bool) -> None:
     _membership(story["membership"])
     for event in story["events"]:
         typer.echo(f"  {_time(event['time'])}  {event['message']}")
+
+
+def _workers(story: Mapping[str, Any]) -> str:
+    """How many there are of how many, in which states, and where."""
+    there = story.get("workers")
+    if not there or not story["alive"]:
+        return "–"
+    states = Counter(facts["state"] for facts in there.values())
+    idle = [f"{states[s]} {s}" for s in ("starting", "idle", "leaving") if states[s]]
+    pending = story.get("pending_workers")
+    parts = [*idle, *([f"{pending} asked for"] if pending else [])]
+    wanted = span_of_workers(story["min_workers"], story["num_workers"])
+    nodes = len({facts["node"] for facts in there.values() if facts["node"]})
+    more = f" ({', '.join(parts)})" if parts else ""
+    return f"{len(there)} of {wanted}{more} on {nodes} node{'' if nodes == 1 else 's'}"
 
 
 def runs(found: Sequence[Mapping[str, Any]], storage: Path, as_json: bool) -> None:

@@ -307,6 +307,22 @@ def test_status_shows_the_newest_changes_of_the_membership(
     assert [change["generation"] for change in story["membership"]] == list(range(2, 14))
 
 
+def test_status_counts_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunRecord(tmp_path / "run") as record:
+        places = {"stage-0": "10.0.0.8", "stage-1": "10.0.0.7", "stage-2": "10.0.0.7"}
+        workers = {w: {"node": n, "stage": 0, "state": "running"} for w, n in places.items()}
+        workers["stage-2"]["state"] = "idle"
+        record.write_status({"state": "running", "min_workers": 2, "num_workers": 4})
+        record.write_status({"workers": workers, "pending_workers": 1})
+        text = output(capsys, ["status", str(tmp_path / "run")])
+        assert "  3 of 2 to 4 workers (1 idle, 1 asked for) on 2 nodes" in text
+        workers["stage-2"]["state"] = "running"
+        record.write_status({"workers": workers, "pending_workers": 0, "num_workers": 2})
+        text = output(capsys, ["status", str(tmp_path / "run")])
+        assert "3 of 2 workers on 2 nodes" in text
+    assert "workers" not in output(capsys, ["status", str(tmp_path / "run")]), "nobody is there"
+
+
 def test_stop_and_checkpoints(
     fake: FakeRun, storage: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
