@@ -8,6 +8,7 @@ from elastic_trainer.actors.handles import CoordinatorHandle, StageHandle
 from elastic_trainer.config import load_config
 from elastic_trainer.elastic.events import Cause
 from elastic_trainer.errors import RunError
+from elastic_trainer.observability.changes import NO_NEW_PLAN
 from elastic_trainer.observability.lines import Follower
 from elastic_trainer.observability.record import CONFIG_FILE, MEMBERSHIP_FILE, METRICS_FILE
 from elastic_trainer.observability.runs import read_audit, read_plan, read_status
@@ -101,6 +102,7 @@ def _loss(line: Mapping[str, Any]) -> Loss:
         at=line["time"],
         detect_s=line["detect_s"] or 0.0,
         commit_s=line["first_commit_s"],
+        idle=line["outcome"] == NO_NEW_PLAN,
     )
 
 

@@ -181,7 +181,7 @@ class Player:
                 del self._armed[index]  # it went for another reason, or by another fault
             elif not step.lethal and self._update >= first:
                 self._settled(index, done, "has happened")
-            elif last is not None and self._update > last:
+            elif last is not None and self._update > last and worker in self._view.nodes:
                 problem = f"update {last} went by without that action, or before it was in place"
                 self._settled(index, replace(done, problem=problem), problem)
 

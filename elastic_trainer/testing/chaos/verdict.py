@@ -41,6 +41,7 @@ class Loss:
         at: when the run found out.
         detect_s: how long that took, as far as the run knows.
         commit_s: how long it then took until an update was committed again, if the run tells.
+        idle: it held no stage, so that nothing had to change.
     """
 
     worker: WorkerId
@@ -48,6 +49,7 @@ class Loss:
     at: float
     detect_s: float = 0.0
     commit_s: float | None = None
+    idle: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,8 @@ def recovered_at(one: Done, losses: Sequence[Loss], commits: Sequence[Commit]) -
         last = max(loss.at for loss in losses)
         # A segment that was complete before the loss may be told later.
         old = max((c.generation for c in commits if c.at <= last), default=0)
+        if all(loss.idle for loss in losses):
+            old = -1
         after = [c.at for c in commits if c.at > last and c.generation > old]
     elif isinstance(one.step.what, Fault) and one.step.at_update is not None:
         after = [c.at for c in commits if c.update >= one.step.at_update]

@@ -37,7 +37,7 @@ def status(state: str, *workers: str) -> dict[str, Any]:
 
 
 def change(worker: str, cause: str, **fields: Any) -> dict[str, Any]:
-    base = {"time": 50.0, "detect_s": None, "first_commit_s": None}
+    base = {"time": 50.0, "detect_s": None, "first_commit_s": None, "outcome": "committed"}
     return {"worker": worker, "cause": cause, **base, **fields}
 
 
@@ -66,7 +66,7 @@ def test_losses_and_nothing_else_of_the_history(tmp_path: Path) -> None:
             change("", "start"),
             change("stage-1", "crashed", detect_s=0.1, first_commit_s=1.5),
             change("stage-2", "joined"),
-            change("stage-0", "preempted"),
+            change("stage-0", "preempted", outcome="no_new_plan"),
             change("", "disturbed"),
         ]
         file = tmp_path / "run" / MEMBERSHIP_FILE
@@ -75,7 +75,7 @@ def test_losses_and_nothing_else_of_the_history(tmp_path: Path) -> None:
         view.look()
     assert view.losses == [
         Loss(worker="stage-1", cause=Cause.CRASHED, at=50.0, detect_s=0.1, commit_s=1.5),
-        Loss(worker="stage-0", cause=Cause.PREEMPTED, at=50.0),
+        Loss(worker="stage-0", cause=Cause.PREEMPTED, at=50.0, idle=True),
     ]
 
 

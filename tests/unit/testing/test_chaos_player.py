@@ -27,12 +27,13 @@ class Run:
         self.state = "running"
         self.generation = 1
         self.commits: list[Commit] = []
-        self.losses: list[Loss] = []
         self.told: list[str] = []
         self.scaled: list[tuple[int, int]] = []
         self.dead: set[str] = set()
         self.blames: Callable[[str], str] = lambda worker: worker
         self.recovers = True
+        self.history: list[Loss] = []
+        self.tells_late = 0.0
         self._last = last_update
         self._count = num_workers
         self._members = [f"stage-{i}" for i in range(num_workers)]
@@ -47,6 +48,11 @@ class Run:
     @property
     def nodes(self) -> Mapping[str, str]:
         return {worker: f"10.0.0.{worker[6:]}" for worker in self._members}
+
+    @property
+    def losses(self) -> list[Loss]:
+        """What the history tells; it may do so later than the commits."""
+        return [loss for loss in self.history if loss.at + self.tells_late <= self.now]
 
     def look(self) -> None: ...
 
@@ -113,7 +119,7 @@ class Run:
         self._members.remove(worker)
         self._join(index)
         self.generation += 1
-        self.losses.append(Loss(worker=worker, cause=cause, at=at))
+        self.history.append(Loss(worker=worker, cause=cause, at=at))
         self._resumes_at = at + RECOVERY_S if self.recovers else float("inf")
 
     def _join(self, index: int | None = None) -> None:
@@ -272,3 +278,11 @@ def test_what_went_by_is_no_excuse_for_a_later_loss() -> None:
     assert late.problem == "update 30 went by without that action, or before it was in place"
     assert kill.workers == ("stage-1",) and run.dead == {"stage-1"}
     assert run.told[-1] == "kill stage=1 @update=90: has happened (stage-1 is gone)"
+
+
+def test_a_history_that_is_told_after_the_next_commits() -> None:
+    run = Run()
+    run.tells_late = 2.0
+    first, second = play(run, "kill stage=1 @update=30\nkill stage=1 @update=90")
+    assert [done.workers for done in (first, second)] == [("stage-1",), ("stage-3",)]
+    assert run.dead == {"stage-1", "stage-3"} and passed(run, [first, second])

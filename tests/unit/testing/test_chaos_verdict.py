@@ -183,3 +183,11 @@ def test_a_lost_message_that_is_noticed_late() -> None:
     drop = done("drop stage=1 action=SEND_F @update=31")
     (row,) = judge([drop], facts(losses=(), commits=(*commits(30), *again)), 60.0).rows
     assert row.passed and row.recovery_s == pytest.approx(1068.0 - 1029.0)
+
+
+def test_an_idle_worker_that_leaves_changes_no_generation() -> None:
+    drain = done("drain node=10.0.0.2 @update=20", at=1020.5)
+    left = Loss(worker="stage-1", cause=Cause.PREEMPTED, at=1021.5, idle=True)
+    quiet = facts(losses=(left,), commits=commits(48, gap_after=99))
+    (row,) = judge([drain], quiet, LIMIT_S).rows
+    assert row.passed and row.recovery_s == pytest.approx(1.5)
