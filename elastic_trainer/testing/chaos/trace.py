@@ -1,13 +1,13 @@
 """Recorded comings and goings of nodes, replayed on a run's workers. Pure.
 
 A trace is a CSV file without a header: milliseconds since its start, `add` or `remove`, the node's
-name. A run that has fewer workers than the trace has nodes takes the first nodes; the others wait,
-as they do for a run that has all the workers it wants, and step in when one of these goes.
+name. Where a trace has more nodes than a run may have workers, several nodes stand for a worker.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from elastic_trainer.errors import ConfigError
 from elastic_trainer.testing.chaos.script import Scale, Step
@@ -89,40 +89,45 @@ def compress(changes: Sequence[Change], speedup: float) -> list[Change]:
 def trace_steps(changes: Sequence[Change], fewest: int, most: int) -> list[Step]:
     """What to do to a run of `fewest` to `most` workers, so that it sees the trace.
 
-    A node that a worker stood on goes without notice: some worker is killed, chosen by the seed,
-    and the run may not replace it before another node is there. The nodes of a trace are not those
-    of the run, so which worker it is means nothing.
+    Nodes go without notice: so many workers are killed, chosen by the seed, and the run may not
+    replace them before nodes are there again. The nodes of a trace are not those of the run, so
+    which worker it is means nothing.
     """
+    peak = max(accumulate(len(c.added) - len(c.removed) for c in changes), default=0)
+
+    def workers(num_nodes: int) -> int:
+        share = num_nodes if peak <= most else round(num_nodes * most / peak)
+        return min(most, max(fewest, share))
+
     steps: list[Step] = []
-    present: list[str] = []  # in the order of their coming: the first ones are used
-    allowed = -1
+    num_nodes, allowed = 0, -1
     for change in changes:
-        used = present[:most]
-        num_killed = sum(node in used for node in change.removed)
-        present = [node for node in present if node not in change.removed]
-        present += change.added
-        gone = ", ".join(change.removed)
+        left = num_nodes - len(change.removed)
+        num_nodes = left + len(change.added)
+        why = _words(change)
         steps += [
             Step(
                 what=Fault(kind=FaultKind.KILL),
-                text=f"kill: {gone} removed",
+                text=f"kill: {why}",
                 at_s=change.at_s,
                 any_stage=True,
             )
-            for _ in range(num_killed)
+            for _ in range(allowed - workers(left))
         ]
-        now = min(most, max(fewest, len(present)))
-        if now != allowed:
-            allowed = now
-            came = ", ".join(change.added)
-            why = "; ".join(
-                text for text in (came and f"{came} added", gone and f"{gone} removed") if text
-            )
+        if workers(num_nodes) != allowed:
+            allowed = workers(num_nodes)
             steps.append(
                 Step(
-                    what=Scale(min_workers=fewest, max_workers=now),
-                    text=f"scale {fewest}:{now}: {why}",
+                    what=Scale(min_workers=fewest, max_workers=allowed),
+                    text=f"scale {fewest}:{allowed}: {why}",
                     at_s=change.at_s,
                 )
             )
     return steps
+
+
+def _words(change: Change) -> str:
+    came, went = ", ".join(change.added), ", ".join(change.removed)
+    return "; ".join(
+        text for text in (came and f"{came} added", went and f"{went} removed") if text
+    )

@@ -1,5 +1,7 @@
 """Scripts and traces: what they say, and which line is wrong."""
 
+from pathlib import Path
+
 import pytest
 
 from elastic_trainer.errors import ConfigError
@@ -158,15 +160,33 @@ def test_a_trace_on_a_run_of_two_to_four_workers() -> None:
     assert all(step.any_stage for step in steps if isinstance(step.what, Fault))
 
 
-def test_a_waiting_node_steps_in() -> None:
-    """The run has two workers: the third node takes a lost one's place, without another limit."""
-    steps = trace_steps(parse_trace(TRACE), 1, 2)
-    assert [step.text.partition(":")[0] for step in steps] == [
-        "scale 1",  # two of three nodes
-        "kill",  # node2 goes, node3 steps in
-        "kill",  # node1 and node3 go, node4 and node2 step in
-        "kill",
+def test_nodes_that_are_replaced_at_once() -> None:
+    """The workers on them are killed all the same."""
+    steps = trace_steps(parse_trace("0,add,a\n0,add,b\n5,remove,a\n5,add,c\n"), 1, 2)
+    assert [step.text for step in steps] == ["scale 1:2: a, b added", "kill: c added; a removed"]
+
+
+def test_a_trace_with_more_nodes_than_the_run_may_have_workers() -> None:
+    """At most four nodes: two stand for a worker."""
+    text = "".join(f"{i},add,n{i}\n" for i in range(4))
+    text += "".join(f"{10 + i},remove,n{i}\n" for i in range(4))
+    steps = trace_steps(parse_trace(text), 1, 2)
+    assert [(step.at_s, step.text) for step in steps] == [
+        (0.0, "scale 1:1: n0 added"),
+        (0.002, "scale 1:2: n2 added"),
+        (0.011, "kill: n1 removed"),
+        (0.011, "scale 1:1: n1 removed"),
     ]
+
+
+def test_the_recorded_trace() -> None:
+    text = (Path(__file__).parents[2] / "data" / "aws-p3-spot.csv").read_text()
+    changes = compress(parse_trace(text, "aws-p3-spot.csv"), 60)
+    assert sum(len(c.added) + len(c.removed) for c in changes) == 344
+    steps = trace_steps(changes, 2, 8)
+    limits = [step.what.max_workers for step in steps if isinstance(step.what, Scale)]
+    assert max(limits) == 8 and min(limits) < 4
+    assert sum(step.any_stage for step in steps) > 30 and 600 < (steps[-1].at_s or 0) < 700
 
 
 @pytest.mark.parametrize(
