@@ -320,7 +320,7 @@ def test_status_counts_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str
         record.write_status({"workers": workers, "pending_workers": 0, "num_workers": 2})
         text = output(capsys, ["status", str(tmp_path / "run")])
         assert "3 of 2 workers on 2 nodes" in text
-    assert "workers" not in output(capsys, ["status", str(tmp_path / "run")]), "nobody is there"
+    assert "nodes" not in output(capsys, ["status", str(tmp_path / "run")]), "nobody is there"
 
 
 def test_stop_and_checkpoints(
