@@ -74,11 +74,16 @@ class Staff:
         usable = self.members.usable
         return len(workers) <= self.most and all(w in usable for w in workers)
 
-    def scale(self, event: ev.ScaleRequested, gathering: bool) -> None:
-        """Take other limits. To ask for more than are there does not stop what trains."""
+    def scale(self, event: ev.ScaleRequested, standing: int | None) -> None:
+        """Take other limits. To ask for more than are there does not stop what trains.
+
+        Args:
+            event: the limits.
+            standing: how many workers hold a stage; None if nothing trains.
+        """
         self._min, self._max = event.min_workers, event.max_workers
-        self._floor = self._min if gathering else min(self._floor, self._min)
-        self.stands(len(self.members.usable))
+        self._floor = self._min if standing is None else min(self._floor, self._min)
+        self.stands(standing or 0)
 
     def stands(self, workers: int) -> None:
         """A pipeline of so many workers stands: if that is the new minimum, it holds from now."""

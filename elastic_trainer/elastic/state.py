@@ -128,7 +128,8 @@ class State(Course):
             case ev.WorkerJoined():
                 self._members.join(event.worker, event.node, now)
             case ev.ScaleRequested():
-                self._staff.scale(event, gathering=self.phase in GATHERING)
+                gathering = self.phase in GATHERING
+                self._staff.scale(event, None if gathering else len(self._gens.holders))
             case ev.CheckpointWritten():
                 self._work.checkpoint_written(event.update)
             case ev.Tick():

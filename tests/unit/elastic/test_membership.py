@@ -232,6 +232,15 @@ def test_a_minimum_that_is_not_there_yet_does_not_count_when_a_worker_is_lost() 
     assert not any("of 3" in i.reason for i in sim.orders(do.Wait))
 
 
+def test_a_higher_minimum_that_is_there_counts_at_once() -> None:
+    sim = run(cluster(min_workers=1), stages=3)
+    sim.tell(ev.ScaleRequested(min_workers=3, max_workers=3, reason="scale"))
+    sim.capacity = 2
+    sim.kill("stage-3")
+    phase(sim, Phase.WAITING)
+    assert "2 of 3 workers" in sim.state.reason
+
+
 def test_to_ask_for_fewer_moves_layers_and_dismisses_the_others() -> None:
     sim = run(cluster(num_spares=1), stages=3)
     sim.tell(ev.ScaleRequested(min_workers=1, max_workers=1, reason="scale"))
