@@ -22,13 +22,18 @@ MARK = "model-check:"  # a model's own module may print, too
 class ModelCheck:
     """The check, under way; `result` waits for it.
 
-    Where torch is loaded already, or nothing is to be checked, no process is started.
+    Where torch is loaded already, or nothing is to be checked, it is done at once and here.
+
+    Raises:
+        ElasticTrainerError: what `check_model` finds wrong, if it was done at once.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._process: subprocess.Popen[str] | None = None
+        self._num_layers: int | None = None
         if "torch" in sys.modules or leaves_model_to_workers(config):
+            self._num_layers = check_model(config)
             return
         self._process = subprocess.Popen(  # noqa: S603 - this program
             [sys.executable, "-c", f"from {__name__} import main; main()"],
@@ -46,7 +51,7 @@ class ModelCheck:
             ElasticTrainerError: what `check_model` finds wrong.
         """
         if self._process is None:
-            return check_model(self._config)
+            return self._num_layers
         limit_s = self._config.cluster.start_timeout_s + self._config.elastic.stall_limit_s
         try:
             asked = json.dumps(to_mapping(self._config))
