@@ -24,10 +24,17 @@ STUCK_S = 2 * REMOTE_TIMEOUT_S  # longer than the storage's own limit, which has
 
 def snapshot(tensors: LayerState) -> dict[str, Tensor]:
     """A copy on the host that training cannot change any more."""
-    return {
-        name: tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-        for name, tensor in tensors.items()
-    }
+    copies = {name: _host_copy(tensor.detach()) for name, tensor in tensors.items()}
+    for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
+    return copies
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
 
 
 def write_layer(

@@ -64,6 +64,7 @@ class ThreadedCrew:
         enter(mock.patch.object(stage_worker, "own_ip", lambda: "127.0.0.1"))
         enter(mock.patch.object(stage_worker, "_own_device", lambda: torch.device("cpu")))
         enter(mock.patch.object(loader, "yield_to_compute", lambda: None))
+        enter(mock.patch.object(stage_worker, "leave", lambda *_: None))  # the process is a test's
         self.loader = Loader(LOADER, self.config, self._folder)
         return self
 

@@ -247,9 +247,10 @@ class TorchChannel(ZmqChannel):
 
     def _hang_up(self, peer: WorkerId) -> None:
         super()._hang_up(peer)
-        _, edge = self._outgoing.pop(peer, ("", None))
-        if edge is not None:
-            edge.close()
+        for edges in (self._outgoing, self._incoming):
+            _, edge = edges.pop(peer, ("", None))
+            if edge is not None:
+                edge.close()
 
     def _now(self) -> Any:
         """The point that the compute stream has reached; None where there are no streams."""
