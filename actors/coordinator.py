@@ -326,7 +326,9 @@ class Coordinator:
     def losing(self, worker: WorkerId, detail: str, cause: ev.Cause) -> None:
         """A worker is gone; what is known of it is about to be forgotten."""
         self.recorder.lost(self.name(worker), detail, cause)
-        self.historian.detected(worker, detail, cause, self.vigil.silence_s(worker))
+        wedged = cause is ev.Cause.WEDGED  # then it gave signs of life, but did nothing
+        since_s = self.vigil.still_s(worker) if wedged else self.vigil.silence_s(worker)
+        self.historian.detected(worker, detail, cause, since_s)
 
     def lost(self, worker: WorkerId, detail: str, cause: ev.Cause) -> None:
         """A worker is gone."""

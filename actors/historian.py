@@ -56,7 +56,7 @@ class Historian:
     def detected(
         self, worker: WorkerId, detail: str, cause: ev.Cause, silent_s: float | None
     ) -> None:
-        """A worker is lost; `silent_s` after its last sign of life."""
+        """A worker is lost; `silent_s` after its last sign of life, or of work."""
         state = self._run.state
         self._idle.discard(worker)
         if worker in state.draining:
@@ -97,6 +97,7 @@ class Historian:
         """A decision of the core, before it is carried out."""
         match instruction:
             case do.MakePlan(workers=workers):
+                self.log.planning(self._clock())
                 self._use(workers, instruction.reason)
             case do.Abort() | do.TakeStock():
                 self.log.stopped(self._clock())

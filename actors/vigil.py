@@ -169,6 +169,10 @@ class Vigil:
         """Seconds since the last sign of life of a worker; None if there never was one."""
         return self._pulse.silence(worker, self._clock())
 
+    def still_s(self, worker: WorkerId) -> float:
+        """For how many seconds a worker has said that it is at the same place."""
+        return self._watch.still_s(worker, self._clock())
+
     def overdue(self) -> dict[Call, float]:
         """Calls whose work stands still beyond its limit, and for how many seconds it does."""
         return self._watch.overdue(self._clock())
@@ -203,8 +207,7 @@ class Vigil:
         if not self._handed_out:
             return None
         culprits = self._handed_out[0].culprits(self._watch)
-        still_s = self._watch.still_s(culprits[0], self._clock())
-        return self._standstill(culprits, still_s, name, wedged=True)
+        return self._standstill(culprits, self.still_s(culprits[0]), name, wedged=True)
 
     def forget(self, worker: WorkerId) -> None:
         """A worker is gone, or dismissed."""

@@ -36,11 +36,11 @@ class Change:
     `update` was committed when it became known, `restored_update` is where it was gone on from.
     What several changes led to together is counted with the first of them.
 
-    Seconds, None where it did not come to it: `detect_s` from the guilty worker's last sign of life
-    until its loss was known, which is the most that it can have been dead; `plan_s` from then on
-    until the plan was there; `wait_s` from then on until training stood still, at a commit point;
-    `transfer_s` from then on until all workers held their layers; `first_commit_s` from the change
-    being known until an update was committed again.
+    Seconds, None where it did not come to it: `detect_s` from the guilty worker's last sign of
+    life, or of work if it was wedged, until its loss was known: the most that it can have been
+    dead. `first_commit_s` from the change being known until an update was committed again; in it
+    are `wait_s` for workers to plan with, and of a planned change for the commit point, `plan_s`
+    for the plan, and `transfer_s` until all workers held their layers.
     """
 
     time: float
@@ -57,8 +57,8 @@ class Change:
     generation: int | None = None
     restored_update: int | None = None
     detect_s: float | None = None
-    plan_s: float | None = None
     wait_s: float | None = None
+    plan_s: float | None = None
     transfer_s: float | None = None
     first_commit_s: float | None = None
     updates_replayed: int = 0
@@ -111,19 +111,17 @@ def full_name(change: Mapping[str, Any]) -> str:
 
 def costs(change: Mapping[str, Any]) -> str:
     """What it took; empty if nothing is known."""
-    names = {
-        "detect_s": "detected",
-        "plan_s": "planned",
+    words = {
+        "detect_s": "detected after",
         "wait_s": "waited",
-        "transfer_s": "transferred",
-        "first_commit_s": "committed",
+        "plan_s": "planned in",
+        "transfer_s": "transferred in",
+        "first_commit_s": "committed after",
     }
-    parts = [
-        f"{name} after {change[key]:.2f} s" if key in ("detect_s", "first_commit_s") else
-        f"{name} in {change[key]:.2f} s"
-        for key, name in names.items()
-        if change[key] is not None
-    ]  # fmt: skip
+    known = {key: change[key] for key in words if change[key] is not None}
+    if not known.get("wait_s"):
+        known.pop("wait_s", None)
+    parts = [f"{words[key]} {seconds:.2f} s" for key, seconds in known.items()]
     if change["updates_replayed"] or change["samples_reread"]:
         parts.append(
             f"{change['updates_replayed']} updates trained again from update "

@@ -58,6 +58,7 @@ class MembershipLog:
         self._lines = Journal(self._run_dir / MEMBERSHIP_FILE)
         self._since = time
         self._open: list[_Open] = []
+        self._planning_at: float | None = None
         self._planned_at: float | None = None
         self._stopped_at: float | None = None
 
@@ -86,7 +87,7 @@ class MembershipLog:
             worker: the guilty one, or the one that joined or leaves.
             stage: that it held, if any.
             node: that it is on.
-            detect_s: time since the guilty worker's last sign of life.
+            detect_s: time since the guilty worker's last sign of life, or of work if it was wedged.
             concerns_plan: False if the plan stands, as when an idle worker is lost.
         """
         assert cause in CAUSES, cause
@@ -117,12 +118,16 @@ class MembershipLog:
                 self._append(replace(entry.change, outcome=REFUSED, note=note))
         self._open = [entry for entry in self._open if not entry.planned]
 
+    def planning(self, at: float) -> None:
+        """A plan is asked for: there are workers to plan with."""
+        self._planning_at = at
+
     def planned(self, at: float) -> None:
         """The plan for the next generation is there."""
         self._planned_at = at
 
     def stopped(self, at: float) -> None:
-        """Training stands still, for the next generation to be entered."""
+        """Training stands still, for the next generation to be entered; the last time counts."""
         self._stopped_at = at
 
     def configured(
@@ -171,7 +176,7 @@ class MembershipLog:
             began = self._stopped_at if first.planned else first.at
             pause_s = at - max(first.at, began or first.at)
         self._metrics.observe_moved(num_bytes, pause_s)
-        self._planned_at = self._stopped_at = None
+        self._planning_at = self._planned_at = self._stopped_at = None
 
     def committed(self, at: float) -> None:
         """An update was committed; call it for every segment, it is cheap."""
@@ -236,13 +241,21 @@ class MembershipLog:
         return next((entry for entry in self._open if not entry.planned), self._open[0])
 
     def _phases(self, entry: _Open, at: float) -> dict[str, Any]:
-        """Seconds from phase to phase, none of them negative."""
-        planned = max(entry.at, self._planned_at or entry.at)
-        stopped = max(planned, self._stopped_at or planned)
+        """Seconds from phase to phase, none of them negative.
+
+        After a loss training stands still at once, and again when there are workers to go on with;
+        for a planned change it stands still only when the plan is there.
+        """
+        stopped = self._stopped_at or entry.at
+        began = max(entry.at, self._planning_at or entry.at)
+        if not entry.planned:
+            began = max(began, stopped)
+        planned = max(began, self._planned_at or began)
+        ready = max(planned, stopped) if entry.planned else planned
         return {
-            "plan_s": planned - entry.at,
-            "wait_s": stopped - planned if entry.planned else None,
-            "transfer_s": at - stopped,
+            "wait_s": began - entry.at + ready - planned,
+            "plan_s": planned - began,
+            "transfer_s": at - ready,
         }
 
     def _append(self, change: Change) -> None:

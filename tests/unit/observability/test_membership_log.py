@@ -87,6 +87,7 @@ def folder(tmp_path: Path) -> None:
 
 def start(run: Run) -> None:
     run.changed(100.0, "start", "the run starts", update=0, workers=0)
+    run.log.planning(101.5)
     run.log.planned(102.0)
     run.configured(103.0, make_plan(1, "stage-0", "stage-1", "stage-2"), update=0, reports=[])
     run.log.committed(104.5)
@@ -102,7 +103,7 @@ def crash(run: Run, at: float = 200.0) -> None:
         node="10.0.0.1",
         detect_s=0.5,
     )
-    run.log.stopped(at + 0.1)
+    run.log.stopped(at + 0.125)
     run.log.planned(at + 0.25)
     run.configured(
         at + 1.0,
@@ -124,7 +125,8 @@ def test_a_start_and_a_loss_as_they_are_written(run: Run) -> None:
     first, second = run.lines
     assert (first["cause"], first["generation"], first["outcome"]) == ("start", 1, "committed")
     assert (first["workers_before"], first["workers_after"]) == (0, 3)
-    assert (first["plan_s"], first["transfer_s"], first["first_commit_s"]) == (2.0, 1.0, 4.5)
+    assert (first["wait_s"], first["plan_s"], first["transfer_s"]) == (1.5, 0.5, 1.0)
+    assert first["first_commit_s"] == 4.5
     assert second == {
         "time": EPOCH + 100,
         "cause": "crashed",
@@ -140,8 +142,8 @@ def test_a_start_and_a_loss_as_they_are_written(run: Run) -> None:
         "generation": 2,
         "restored_update": 6,
         "detect_s": 0.5,
-        "plan_s": 0.25,
-        "wait_s": None,
+        "wait_s": 0.125,
+        "plan_s": 0.125,
         "transfer_s": 0.75,
         "first_commit_s": 1.5,
         "updates_replayed": 3,
@@ -176,6 +178,20 @@ def test_a_loss_is_counted_at_once_and_made_good_later(run: Run) -> None:
     assert run.value("recovery_duration_seconds_count") == 1 and len(run.lines) == 2
 
 
+def test_waiting_for_another_worker_is_no_planning(run: Run) -> None:
+    run.changed(200.0, Cause.CRASHED, worker="stage-1", stage=1)
+    run.log.stopped(200.0)
+    run.log.stopped(204.5)
+    run.log.planning(204.5)
+    run.log.planned(205.0)
+    run.configured(206.0, make_plan(2, "stage-0", "stage-3"))
+    run.log.committed(207.0)
+    (line,) = run.lines
+    assert (line["wait_s"], line["plan_s"], line["transfer_s"]) == (4.5, 0.5, 1.0)
+    assert line["first_commit_s"] == 7.0
+    assert run.value("pause_duration_seconds_sum") == 6.0
+
+
 def test_the_next_loss_takes_the_place_of_the_last_one(run: Run) -> None:
     crash(run)
     run.changed(300.0, Cause.WEDGED, worker="stage-2", stage=1, node="10.0.0.2")
@@ -187,6 +203,7 @@ def test_a_planned_change_counts_only_the_time_in_which_training_stood_still(run
     start(run)
     run.changed(200.0, "joined", "node 10.0.0.3 is there", worker="stage-3", node="10.0.0.3")
     run.log.committed(200.5)
+    run.log.planning(200.5)
     run.log.planned(202.0)
     run.log.committed(203.0)
     run.log.stopped(204.0)
@@ -194,9 +211,9 @@ def test_a_planned_change_counts_only_the_time_in_which_training_stood_still(run
     run.configured(204.25, make_plan(2, "stage-0", "stage-1", "stage-2", "stage-3"), update=9)
     run.log.committed(206.0)
     line = run.lines[-1]
-    assert (line["plan_s"], line["wait_s"], line["transfer_s"]) == (2.0, 2.0, 0.25)
+    assert (line["wait_s"], line["plan_s"], line["transfer_s"]) == (2.5, 1.5, 0.25)
     assert line["first_commit_s"] == 6.0 and line["workers_after"] == 4
-    assert run.value("pause_duration_seconds_sum") == 0.25
+    assert run.value("pause_duration_seconds_sum") == 0.25, "it went on meanwhile"
     assert run.value("recovery_duration_seconds_count") is None, "nothing was lost"
 
 
@@ -213,8 +230,9 @@ def test_losses_that_come_while_recovering_end_together_and_count_once(run: Run)
     first, second = run.lines[1:]
     assert [first["worker"], second["worker"]] == ["stage-1", "stage-2"]
     assert first["generation"] == second["generation"] == 4
-    assert (first["plan_s"], first["transfer_s"], first["first_commit_s"]) == (1.25, 0.75, 3.0)
+    assert (first["plan_s"], first["transfer_s"], first["first_commit_s"]) == (0.25, 0.75, 3.0)
     assert (second["plan_s"], second["transfer_s"], second["first_commit_s"]) == (0.25, 0.75, 2.0)
+    assert (first["wait_s"], second["wait_s"]) == (1.0, 0.0)
     assert (first["updates_replayed"], second["updates_replayed"]) == (5, 0)
     assert first["moved_bytes"]["own"] == 10 and second["moved_bytes"] == {}
     assert run.value("replayed_updates_total") == 5
@@ -325,7 +343,7 @@ def test_the_exit_report(run: Run) -> None:
     assert "Recoveries: 1, 1.50 s in all, 1.50 s the longest.\n" in text
     assert "Failures: 1 of 3\nPreemptions: 0 of any number\n" in text
     assert "crashed stage-1 (stage 1, node 10.0.0.1), generation 2, at update 7: 3 → 2" in text
-    assert "    its process was killed\n    detected after 0.50 s, planned in 0.25 s, " in text
+    assert "    its process was killed\n    detected after 0.50 s, waited 0.12 s, " in text
     assert "    stage 1: stage-2 on 10.0.0.2: blocks.2 … blocks.3 (2)\n" in text
 
 
@@ -370,9 +388,9 @@ def test_words(run: Run) -> None:
         "  crashed stage-1 (stage 1, node 10.0.0.1), generation 2, at update 7: 3 → 2 workers"
     )
     assert costs(line) == (
-        "detected after 0.50 s, planned in 0.25 s, transferred in 0.75 s, committed after 1.50 s, "
-        "3 updates trained again from update 6, 96 samples read again, 101 B from own memory, "
-        "3 B from peers, 20 B from snapshots, 4 B from storage"
+        "detected after 0.50 s, waited 0.12 s, planned in 0.12 s, transferred in 0.75 s, "
+        "committed after 1.50 s, 3 updates trained again from update 6, 96 samples read again, "
+        "101 B from own memory, 3 B from peers, 20 B from snapshots, 4 B from storage"
     )
     assert seats(line)[0] == "stage 0: stage-0 on 10.0.0.0: blocks.0 … blocks.1 (2)"
 
