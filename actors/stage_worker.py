@@ -293,10 +293,10 @@ class StageWorker:
         self._fence.enter(generation, begin)
 
     def _interrupt(self, error: Exception) -> None:
-        self._state.interrupt(error)
         self._edges.exchange.interrupt(error)
         if (runtime := self._runtime) is not None:
             runtime.interrupt(error)
+        self._state.interrupt(error)  # may wait while a layer is copied into a socket
 
     def _take_over(
         self, plan: Plan, mine: StagePlan | None, restore: Restore, gathered: Gathered

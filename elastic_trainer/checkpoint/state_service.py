@@ -19,6 +19,7 @@ from typing import Any
 
 from elastic_trainer.checkpoint.copies import Copies, Found, LayerState
 from elastic_trainer.checkpoint.layers import snapshot as host_copy
+from elastic_trainer.checkpoint.state_messages import decode_state, encode_state
 from elastic_trainer.errors import ElasticTrainerError, FencedError, StallError, TransportError
 from elastic_trainer.transport.channel import Message, Tag
 from elastic_trainer.transport.inbox import BufferedChannel
@@ -27,6 +28,8 @@ from elastic_trainer.types import LayerName, WorkerId
 log = logging.getLogger(__name__)
 
 _IDLE_S = 1.0  # how long the thread waits before it looks around
+_BRIEFLY_S = 0.1
+_MAX_ASKED = 4  # questions under way to one worker, which has so many answers in memory twice
 _MAX_PARKED = 1024  # questions of peers that are not known yet
 
 
@@ -157,25 +160,32 @@ class StateService:
             FencedError: the generation ended meanwhile.
             TransportError: a worker does not hold what it was asked for.
         """
-        asked = {}
-        with self._changed:
+        with self._lock:
             generation = self._generation
-            for layer in sources:
-                self._num_asked += 1
-                asked[self._num_asked] = layer
-                self._answers[self._num_asked] = None
+        waiting: dict[WorkerId, deque[LayerName]] = {}
+        for layer, source in sources.items():
+            waiting.setdefault(source, deque()).append(layer)
+        asked: dict[int, LayerName] = {}
+        fetched: dict[LayerName, Fetched] = {}
+
+        def ask_next(source: WorkerId) -> None:
+            if layers := waiting[source]:
+                layer = layers.popleft()
+                number = self._ask(generation, update, layer, source)
+                asked[number] = layer
+
         try:
-            for number, layer in asked.items():
-                tag = Tag(generation, "Q", update, number)
-                self._channel.send(sources[layer], tag, Message([], {"layer": layer}))
-            return {
-                layer: self._answer(generation, number, sources[layer], layer)
-                for number, layer in asked.items()
-            }
+            for source in list(waiting) * _MAX_ASKED:
+                ask_next(source)
+            while asked:
+                number, answer = self._next_answer(generation, asked, sources)
+                layer = asked.pop(number)
+                fetched[layer] = answer
+                ask_next(sources[layer])
         finally:
             with self._lock:
-                for number in asked:
-                    self._answers.pop(number, None)
+                self._answers.clear()
+        return fetched
 
     def restored(self, update: int, buddy: WorkerId | None) -> None:
         """The run goes on from `update`, newer ones are abandoned; `buddy` keeps copies."""
@@ -217,12 +227,17 @@ class StateService:
             stored: every layer's state after it stands at two places.
             committed: all stages hold it, and none holds an older one.
         """
-        with self._lock:
+        # Who calls this must answer soon, and calls again: it does not wait for a large layer.
+        if not self._lock.acquire(timeout=_BRIEFLY_S):
+            return
+        try:
             if generation != self._generation:
                 return
             self.copies.forget_before(stored)
             if self._live is not None and self._live.update < committed:
                 self._live = None  # of a worker without a stage: others withdrew it long ago
+        finally:
+            self._lock.release()
 
     def interrupt(self, error: Exception) -> None:
         """Let fetches end with `error` until the next generation; from any thread."""
@@ -240,31 +255,40 @@ class StateService:
         self._thread.join(self._timeout_s)
         self._channel.close()
 
-    def _answer(self, generation: int, number: int, source: WorkerId, layer: LayerName) -> Fetched:
+    def _ask(self, generation: int, update: int, layer: LayerName, source: WorkerId) -> int:
+        with self._lock:
+            self._num_asked += 1
+            number = self._num_asked
+            self._answers[number] = None
+        self._channel.send(
+            source, Tag(generation, "Q", update, number), Message([], {"layer": layer})
+        )
+        return number
+
+    def _next_answer(
+        self, generation: int, asked: Mapping[int, LayerName], sources: Mapping[LayerName, WorkerId]
+    ) -> tuple[int, Fetched]:
+        """The first of the answers to these questions that is there; removes it."""
+        deadline = time.monotonic() + self._timeout_s
         with self._changed:
-            left, moved = self._timeout_s, time.monotonic()
-            while (answer := self._answers[number]) is None and left > 0:
+            while (left := deadline - time.monotonic()) > 0:
+                for number, answer in self._answers.items():
+                    if isinstance(answer, Fetched):
+                        del self._answers[number]
+                        return number, answer
+                    if answer is not None:
+                        raise answer
                 if self._generation != generation:
                     raise FencedError(f"generation {generation} of {self.worker} is over")
                 if self._error is not None:
                     raise self._error
-                before = self._num_answered()
                 self._changed.wait(left)
-                if self._num_answered() > before:  # answers come one after the other
-                    moved = time.monotonic()
-                left = self._timeout_s - (time.monotonic() - moved)
-        if isinstance(answer, Fetched):
-            return answer
-        if answer is not None:
-            raise answer
+        layer = next(iter(asked.values()))
         raise StallError(
             f"{self.worker} waited {self._timeout_s:.1f} s for the state of layer {layer!r} from "
-            f"{source}",
-            f"see whether {source} is alive; elastic.stall_limit_s sets the limit",
+            f"{sources[layer]}",
+            f"see whether {sources[layer]} is alive; elastic.stall_limit_s sets the limit",
         )
-
-    def _num_answered(self) -> int:
-        return sum(answer is not None for answer in self._answers.values())
 
     # On the thread of the service.
 
@@ -311,26 +335,27 @@ class StateService:
 
     def _give(self, peer: WorkerId, tag: Tag, message: Message) -> None:
         """Answer a question; live state stays at rest until it is copied into the socket."""
+        layer = str(message.meta.get("layer"))
+        to = Tag(tag.generation, "A", tag.step, tag.microbatch)
         with self._lock:
             if peer not in self._peers:
                 self._parked.append((peer, tag, message))
                 return
-            layer = str(message.meta.get("layer"))
-            live = self.live(tag.step, layer)
-            found = live or self.copies.find(tag.step, layer)
-            if found is None:
-                problem = f"{self.worker} does not hold layer {layer!r} after update {tag.step}"
-                answer = Message([], {"problem": problem})
-            else:
-                answer = _encode(found, {"is_copy": live is None})
-            self._channel.send(peer, Tag(tag.generation, "A", tag.step, tag.microbatch), answer)
+            if (live := self.live(tag.step, layer)) is not None:
+                self._channel.send(peer, to, encode_state(live, {"is_copy": False}))
+                return
+        if (copy := self.copies.find(tag.step, layer)) is not None:
+            self._channel.send(peer, to, encode_state(copy, {"is_copy": True}))
+            return
+        problem = f"{self.worker} does not hold layer {layer!r} after update {tag.step}"
+        self._channel.send(peer, to, Message([], {"problem": problem}))
 
     def _take_answer(self, tag: Tag, message: Message) -> None:
         answer: Fetched | ElasticTrainerError
         if "problem" in message.meta:
             answer = TransportError(str(message.meta["problem"]))
         else:
-            answer = Fetched(_decode(message), bool(message.meta.get("is_copy")))
+            answer = Fetched(decode_state(message), bool(message.meta.get("is_copy")))
         with self._changed:
             if tag.generation == self._generation and tag.microbatch in self._answers:
                 self._answers[tag.microbatch] = answer
@@ -343,7 +368,7 @@ class StateService:
         with self._lock:
             if tag.generation != self._generation:
                 return
-            if self.copies.add(peer, tag.step, layers, str(layer), _decode(message)):
+            if self.copies.add(peer, tag.step, layers, str(layer), decode_state(message)):
                 self._channel.send(peer, Tag(tag.generation, "K", tag.step, 0), Message([]))
 
     def _send_part(self) -> None:
@@ -351,9 +376,9 @@ class StateService:
             if not self._outbox:
                 return
             part = self._outbox.popleft()
-            facts = {"layers": list(part.layers), "layer": part.layer}
-            tag = Tag(part.generation, "S", part.update, part.layers.index(part.layer))
-            self._channel.send(part.buddy, tag, _encode(part.found, facts))
+        facts = {"layers": list(part.layers), "layer": part.layer}
+        tag = Tag(part.generation, "S", part.update, part.layers.index(part.layer))
+        self._channel.send(part.buddy, tag, encode_state(part.found, facts))
 
     def _retry_parked(self) -> None:
         with self._lock:
@@ -364,17 +389,3 @@ class StateService:
             self._parked = deque(others, maxlen=_MAX_PARKED)
         for peer, tag, message in waiting:
             self._handle(peer, tag, message)
-
-
-def _encode(found: Found, facts: Mapping[str, Any]) -> Message:
-    meta = {"keys": list(found.state), "facts": dict(found.facts), **facts}
-    return Message(list(found.state.values()), meta)
-
-
-def _decode(message: Message) -> Found:
-    keys, facts = message.meta.get("keys"), message.meta.get("facts")
-    if not isinstance(keys, list) or not isinstance(facts, dict):
-        raise TransportError("a message of state names no tensors")
-    if len(keys) != len(message.tensors) or not all(isinstance(key, str) for key in keys):
-        raise TransportError(f"a message of state names {len(keys)} tensors, and brings others")
-    return Found(dict(zip(keys, message.tensors, strict=True)), facts)

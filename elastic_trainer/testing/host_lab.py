@@ -41,8 +41,8 @@ PREFIX = "hlab-"
 SUBNET = "10.77.0"  # of every lab: they do not see each other
 PORT = 6379
 MOST_HOSTS = 200
-SETUP_S = 20.0
-START_S = 90.0
+SETUP_S = 60.0
+START_S = 150.0
 LEAVE_S = 60.0
 _ALL_BUT_PID_1 = ["sh", "-c", "kill -s STOP -- -1"]
 

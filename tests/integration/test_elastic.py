@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,19 @@ def told(run_dir: Path, call: Callable[[CoordinatorHandle], Pending[Any]]) -> An
     return call(CoordinatorHandle.find(str(run_dir))).get(ANSWER_S)
 
 
+def beside(run_dir: Path, work: Callable[[], None], num_workers: int = 2) -> Future[None]:
+    """`work`, beside `fit`, once all workers are there; if it fails, the run is stopped."""
+
+    def body() -> None:
+        try:
+            work()
+        except BaseException:
+            told(run_dir, lambda c: c.stop("the test has failed"))
+            raise
+
+    return once_started(run_dir, body, num_workers)
+
+
 def holders(run_dir: Path) -> dict[int, str]:
     """Who holds which stage now."""
     workers = read_status(run_dir).get("workers", {})
@@ -145,7 +159,7 @@ def test_killed_workers_are_replaced(cluster: Cluster, tmp_path: Path) -> None:
             killed.append(kill_stage(run_dir, stage))
             wait_for(lambda: killed[-1] not in holders(run_dir).values(), "it is missed")
 
-    background = once_started(run_dir, kill, 3)
+    background = beside(run_dir, kill, 3)
     result = train(cluster, run_dir, GPT | {"elastic": PATIENT}, "3")
     background.result(LIMIT_S)
     assert_undisturbed(run_dir, result)
@@ -175,7 +189,7 @@ def test_survivors_absorb_layers_and_share_them_again(cluster: Cluster, tmp_path
         goes_on(run_dir)
         told(run_dir, lambda c: c.stop("seen enough"))
 
-    background = once_started(run_dir, disturb, 3)
+    background = beside(run_dir, disturb, 3)
     result = train(cluster, run_dir, emulated(100_000), "3")
     background.result(LIMIT_S)
     assert result.status == "stopped", result
@@ -197,7 +211,7 @@ def test_a_spare_takes_the_place_of_the_lost(cluster: Cluster, tmp_path: Path) -
         after = holders(run_dir)
         assert {s: w for s, w in after.items() if s != 1} == {0: before[0], 2: before[2]}
 
-    background = once_started(run_dir, kill, 3)
+    background = beside(run_dir, kill, 3)
     config = emulated(300, elastic={**PATIENT, "num_spares": 1})
     result = train(cluster, run_dir, config, "3")
     background.result(LIMIT_S)
@@ -211,6 +225,9 @@ def second_node(cluster: Cluster) -> Iterator[str]:
     command = [str(CLI.parent / "ray"), "start", "--block"]
     command += [f"--address={cluster.address}", "--num-cpus=3"]
     log = cluster.folder / "second.log"
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    known = nodes_of(3.0)
+    ray.shutdown()
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, env=cluster.env, stdout=out, stderr=out, start_new_session=True
@@ -218,8 +235,9 @@ def second_node(cluster: Cluster) -> Iterator[str]:
     try:
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
         try:
-            wait_for(lambda: nodes_of(3.0), f"a second node: {log.read_text()}")
-            node_id = nodes_of(3.0)[0]
+            # One of an earlier test may still seem to be alive.
+            wait_for(lambda: nodes_of(3.0) - known, f"a second node: {log.read_text()}")
+            (node_id,) = nodes_of(3.0) - known
         finally:
             ray.shutdown()
         yield node_id
@@ -229,10 +247,10 @@ def second_node(cluster: Cluster) -> Iterator[str]:
         process.wait(LIMIT_S)
 
 
-def nodes_of(num_cpus: float) -> list[str]:
+def nodes_of(num_cpus: float) -> set[str]:
     """Ids of living nodes with so many processors."""
     nodes = ray.nodes()  # type: ignore[no-untyped-call]
-    return [n["NodeID"] for n in nodes if n["Alive"] and n["Resources"].get("CPU") == num_cpus]
+    return {n["NodeID"] for n in nodes if n["Alive"] and n["Resources"].get("CPU") == num_cpus}
 
 
 @pytest.mark.parametrize("by", ["request", "ray"])
@@ -255,7 +273,7 @@ def test_a_drained_node_is_left(
         goes_on(run_dir)
         told(run_dir, lambda c: c.stop("seen enough"))
 
-    background = once_started(run_dir, drain, 3)
+    background = beside(run_dir, drain, 3)
     asked = {"resources_per_worker": {"CPU": 3}}
     result = train(cluster, run_dir, emulated(100_000, cluster=asked), "2:3")
     background.result(LIMIT_S)
@@ -290,7 +308,7 @@ def test_another_coordinator_takes_over(cluster: Cluster, tmp_path: Path) -> Non
         wait_for(lambda: read_status(run_dir)["pid"] != pids[0], "another coordinator")
         goes_on(run_dir)
 
-    background = once_started(run_dir, kill, 3)
+    background = beside(run_dir, kill, 3)
     result = train(cluster, run_dir, GPT | {"elastic": PATIENT}, "3")
     background.result(LIMIT_S)
     assert_undisturbed(run_dir, result)
@@ -345,7 +363,7 @@ def test_commands(cluster: Cluster, tmp_path: Path) -> None:
         assert "scaled_up" in shown or "joined" in shown
         told(run_dir, lambda c: c.stop("seen enough"))
 
-    background = once_started(run_dir, ask)
+    background = beside(run_dir, ask)
     config = emulated(100_000)
     config["model"]["args"]["num_layers"] = 12
     result = train(cluster, run_dir, config, "2")

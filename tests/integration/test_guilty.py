@@ -111,6 +111,7 @@ def test_a_worker_that_hangs_and_one_that_is_stopped(
     loss = the_loss(run_dir, "wedged")
     check_named(run_dir, loss, hung, 1)
     assert "1REDUCE" in loss["reason"] and "no progress for" in loss["reason"]
+    assert loss["detect_s"] >= STALL_S, "it answered all the time, but did nothing"
 
     stopped, _ = holder(run_dir, 2)
     began = time.time()

@@ -156,10 +156,10 @@ def samples(update: int, num_microbatches: int = 2) -> list[list[str]]:
     return [ids[i : i + SAMPLES] for i in range(0, each, SAMPLES)]
 
 
-def undisturbed(updates: int) -> dict[str, str]:
+def undisturbed(updates: int, num_microbatches: int = 2) -> dict[str, str]:
     states = dict.fromkeys(LAYERS, "")
     for update in range(1, updates + 1):
-        ids = [i for micro in samples(update) for i in micro]
+        ids = [i for micro in samples(update, num_microbatches) for i in micro]
         states = {name: digest(state, update, ids) for name, state in states.items()}
     return states
 
@@ -169,8 +169,9 @@ def assert_undisturbed(world: World, result: RunResult, updates: int = UPDATES) 
     assert (result.status, result.update) == ("completed", updates), result.reason
     assert [line["update"] for line in read_updates(world.run_dir)] == list(range(1, updates + 1))
     audit = {line["update"]: line["samples"] for line in read_audit(world.run_dir)}
-    assert audit == {u: samples(u) for u in range(1, updates + 1)}
-    assert world.final_states() == undisturbed(updates)
+    micros = world.site.num_microbatches
+    assert audit == {u: samples(u, micros) for u in range(1, updates + 1)}
+    assert world.final_states() == undisturbed(updates, micros)
     counters = world.coordinator.recorder.metrics.state()["counters"]
     assert counters["updates_total"] == [[[], float(updates)]]
     assert not world.site.alive() and all(room.is_released for room in world.site.rooms)
@@ -518,11 +519,16 @@ def _do(action: Callable[[], Any]) -> None:
         action()
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_any_script_of_events(tmp_path: Path, seed: int) -> None:
+def play(folder: Path, seed: int) -> None:
     """Kills, joins, drains, requests and dying coordinators, in any order."""
     dice = random.Random(seed)
-    world = World(tmp_path, config("1:4", "elastic.max_preemptions=99"), places=6)
+    settings = [f"elastic.num_spares={dice.randrange(2)}", "elastic.max_preemptions=99"]
+    num_microbatches = 2
+    if dice.random() < 0.3:
+        settings += ["pipeline.schedule=async_1f1b", "pipeline.commit_every=4"]
+        num_microbatches = 1
+    site = {"places": 6, "num_microbatches": num_microbatches}
+    world = World(folder, config("1:4", *settings), **site)
     actions: Sequence[Callable[[], Any]] = (
         lambda: world.kill(dice.randrange(4)),
         lambda: [world.kill(0), world.kill(1)],
@@ -536,6 +542,17 @@ def test_any_script_of_events(tmp_path: Path, seed: int) -> None:
         world.at(dice.randrange(1, UPDATES), partial(_do, dice.choice(actions)))
     world.at(UPDATES - 3, lambda: setattr(world.site, "places", 6))
     assert_undisturbed(world, world.run_through())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_script_of_events(tmp_path: Path, seed: int) -> None:
+    play(tmp_path, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(20, 420))
+def test_many_scripts_of_events(tmp_path: Path, seed: int) -> None:
+    play(tmp_path, seed)
 
 
 def test_losses_name_the_process(tmp_path: Path) -> None:

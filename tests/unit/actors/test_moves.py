@@ -71,11 +71,11 @@ def undisturbed(update: int) -> States:
     return oracle.layer_states()
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+@pytest.fixture
 def crew(request: pytest.FixtureRequest) -> Iterator[ThreadedCrew]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
         private = f"{folder}/s"
-        with ThreadedCrew(CONFIG, private, tcp=request.param == "tcp") as made:
+        with ThreadedCrew(CONFIG, private, tcp=getattr(request, "param", "") == "tcp") as made:
             made.start(A, B, C)
             made.configure(made.make_plan(1, (A, B, C)), 0, dict.fromkeys(LAYERS, INITIAL))
             yield made
@@ -90,16 +90,15 @@ def owners(crew: ThreadedCrew) -> dict[str, str]:
     }
 
 
+@pytest.mark.parametrize("crew", ["ipc", "tcp"], indirect=True)
 @pytest.mark.parametrize(
     ("workers", "cuts"),
     [
         ((A, B), [3]),  # one leaves
-        ((A, B), [1]),
         ((C,), None),
         ((A, B, C), [1, 2]),
         ((C, A, B), None),  # everything moves; owner and follower of the tie change places
         ((A, B, C, D), None),  # one joins
-        ((D, C), [5]),
         ((A, B, C, D), [1, 4, 5]),
     ],
 )
@@ -148,6 +147,7 @@ def snapshot(crew: ThreadedCrew) -> None:
     eventually(lambda: all(s.ping().snapshot_update == crew.committed for s in stages))
 
 
+@pytest.mark.parametrize("crew", ["tcp"], indirect=True)
 @pytest.mark.parametrize("lost", [A, B, C])
 def test_a_lost_workers_layers_come_back_from_its_buddy(crew: ThreadedCrew, lost: str) -> None:
     buddies = {A: B, B: C, C: A}
@@ -353,11 +353,35 @@ def test_an_idle_worker_keeps_copies_and_gives_back_what_it_gave_away(crew: Thre
     assert_same_states(crew.states(), undisturbed(4))
 
 
+def test_moves_and_aborts_over_torch_distributed() -> None:
+    config = with_settings(CONFIG, transport={"channel": "torch"})
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder,
+        ThreadedCrew(config, f"{folder}/s") as crew,
+    ):
+        crew.start(A, B, C)
+        crew.configure(crew.make_plan(1, (A, B, C)), 0, dict.fromkeys(LAYERS, INITIAL))
+        for generation in range(2, 10):
+            crew.train(1)
+            for worker in crew.stages.values():
+                worker.abort(generation - 1, "a test")
+            crew.take_stock(generation)
+            plan = crew.make_plan(generation, ((A, B, C), (C, A))[generation % 2])
+            crew.configure(plan, crew.committed, owners(crew))
+            assert_same_states(crew.states(), undisturbed(crew.committed))
+            # Of those that send none; one of those that receive for each peer that has sent before.
+            eventually(lambda: num_edges() <= 6)
+
+
+def num_edges() -> int:
+    return sum(thread.name == "torch-edge" for thread in threading.enumerate())
+
+
 def test_many_changes_leave_nothing_behind(crew: ThreadedCrew) -> None:
     crew.train(1)
     counts = []
     generation = 1
-    for number in range(3, 18):
+    for number in range(3, 11):
         guest = f"stage-{number}"
         crew.start(guest)
         for workers in ((A, B, guest, C), (C, guest), (B, C, A)):

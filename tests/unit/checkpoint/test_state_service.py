@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any
 
 import pytest
@@ -288,3 +289,31 @@ def test_a_peer_that_sends_nonsense_does_not_end_the_service(workers: Workers) -
     b.offer(5, {"x": state(1)}, {})
     assert same(c.fetch(5, {"x": "b"})["x"].found.state, state(1))
     assert b.copies.stock() == {}
+
+
+def test_few_layers_are_under_way_at_once(workers: Workers) -> None:
+    workers.enter(1, "a")
+    a, b = workers.services["a"], workers.services["b"]
+    layers = {f"layer{i}": state(i) for i in range(30)}
+    b.offer(1, layers, {})
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(a.fetch, 1, dict.fromkeys(layers, "b"))
+        eventually(lambda: bool(a._answers))
+        with pytest.raises(FutureTimeout):
+            asked.result(0.1)
+        assert len(a._answers) == 4, "the rest waits, so as not to fill the memory of b"
+        workers.enter(1, "b")
+        got = asked.result(WAIT_S)
+    assert all(same(got[name].found.state, want) for name, want in layers.items())
+
+
+def test_word_of_progress_does_not_wait_for_a_large_layer(workers: Workers) -> None:
+    workers.enter(1)
+    a = workers.services["a"]
+    a.snapshot(10, {"x": state(1)}, {})
+    a.snapshot(20, {"x": state(1)}, {})
+    with a._lock, ThreadPoolExecutor() as pool:  # as while live state is read
+        pool.submit(a.progress, 1, 20, 20).result(WAIT_S)
+    assert sorted(a.stock()) == [10, 20]
+    a.progress(1, 20, 20)
+    assert sorted(a.stock()) == [20]
