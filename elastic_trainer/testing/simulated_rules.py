@@ -50,6 +50,8 @@ class Rules:
         held = {stage.worker for stage in plan.stages}
         assert len(held) >= min(self._least, state.goal.max_layers), "below the minimum"
         assert held <= set(state.workers), "a stage for a worker that is gone"
+        sources = set(configure.sources.values()) - {do.STORAGE, do.INITIAL}
+        assert sources <= set(state.workers), "a layer from a worker that is gone"
         assert configure.update == state.committed
         if plan.generation == self._reported.generation:
             assert configure.update == self._best(plan, committed, saved)

@@ -10,6 +10,7 @@ from elastic_trainer.elastic.state import Phase, State
 from elastic_trainer.elastic.work import CHECKPOINT_RETRY_S, SAVE_GRACE_S
 from elastic_trainer.testing.simulated_cluster import SimCluster
 from elastic_trainer.testing.simulated_run import cluster, names, newest, phase, run
+from elastic_trainer.testing.simulated_worker import even_cut
 
 
 def test_survivors_take_over_from_the_newest_snapshot() -> None:
@@ -94,6 +95,21 @@ def test_idle_workers_are_asked_too_and_those_that_are_lost_are_not_waited_for()
     (configure,) = sim.tell(ev.WorkerLost(worker=idle, detail="it is gone"))[:1]
     assert isinstance(configure, do.Configure)
     assert newest(sim, do.Configure).plan.generation == stock.generation
+
+
+def test_what_an_idle_worker_held_is_gone_with_it() -> None:
+    sim = run(cluster(num_spares=2), stages=3)
+    idle = sim.state.idle[-1]
+    sim.kill(names(sim)[1])
+    phase(sim, Phase.RECOVERING)
+    stock, plan = newest(sim, do.TakeStock), newest(sim, do.MakePlan)
+    layers = sim.plan.layers if sim.plan else ()
+    copies = {w: {4: layers} if w == idle else {} for w in stock.workers}
+    sim.tell(ev.StockTaken(generation=stock.generation, copies=copies, nodes={}))
+    sim.tell(ev.WorkerLost(worker=idle, detail="it is gone"))
+    made = even_cut(plan.generation, plan.workers, layers=6, step_s=1.0)
+    (configure, *_) = sim.tell(ev.Planned(plan=made, segment_updates=4))
+    assert isinstance(configure, do.Configure) and configure.update == 0
 
 
 def test_the_loss_of_a_mere_source_starts_over() -> None:
@@ -363,3 +379,10 @@ def test_the_first_segment_of_a_generation_ends_with_a_snapshot() -> None:
     segments = [i for i in sim.orders(do.RunSegment) if isinstance(i, do.RunSegment)]
     marks = [i.snapshot for i in segments]
     assert marks[:7] == [True, False, False, True, False, False, True]
+
+
+def test_news_of_what_snapshots_cost_sets_their_pace() -> None:
+    sim = run(cluster(), updates=60, stages=3)
+    segments = [i for i in sim.orders(do.RunSegment) if isinstance(i, do.RunSegment)]
+    marks = [i.snapshot for i in segments]
+    assert sum(marks) > len(marks) / 2, "they are cheap; without news it is one in three"
