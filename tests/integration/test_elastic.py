@@ -78,8 +78,8 @@ GPT = {
 
 
 def emulated(max_steps: int = NUM_UPDATES, **sections: dict[str, Any]) -> dict[str, Any]:
-    """Six layers that sleep: about 20 ms an update with three stages."""
-    args = {"num_layers": 6, "forward_s": 0.001, "backward_s": 0.001, "activation_bytes": 64}
+    """Six layers that sleep, so long that another stage is worth it on a busy machine, too."""
+    args = {"num_layers": 6, "forward_s": 0.004, "backward_s": 0.004, "activation_bytes": 64}
     model = {"name": "emulated", "args": args}
     base: dict[str, dict[str, Any]] = {"model": model, "elastic": dict(PATIENT)}
     return tiny_run(max_steps, **base | sections)
