@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
+from elastic_trainer.actors.entry import Loader, StageWorker
 from elastic_trainer.actors.watch import Mark
 from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.config import Config
@@ -116,9 +117,6 @@ class StageHandle:
         bundle: int,
         env: Mapping[str, str],
     ) -> None:
-        # Imported here: programs that only find or stop a run need no torch.
-        from elastic_trainer.actors.stage_worker import StageWorker
-
         self.worker = worker
         self.line = STAGES
         options = _resource_options(resources)
@@ -133,9 +131,9 @@ class StageHandle:
         ).remote(worker, config, private_dir)
 
     def _call(self, group: str, method: str, *args: Any) -> Pending[Any]:
-        call = getattr(self._actor, method).options(concurrency_group=group)
+        call = self._actor.call.options(concurrency_group=group)
         line = self.line if group == "compute" else f"{self.worker} {group}"
-        return Pending(call.remote(*args), self.worker, line)
+        return Pending(call.remote(method, *args), self.worker, line)
 
     def describe(self) -> Pending[Mapping[str, Any]]:
         return self._call("control", "describe")
@@ -176,8 +174,6 @@ class LoaderHandle:
     def __init__(
         self, worker: WorkerId, config: Config, private_dir: str, env: Mapping[str, str]
     ) -> None:
-        from elastic_trainer.actors.loader import Loader
-
         self.worker = worker
         self.line = str(worker)
         self._actor: Any = (
@@ -192,9 +188,9 @@ class LoaderHandle:
         )
 
     def _call(self, method: str, *args: Any, group: str = "main") -> Pending[Any]:
-        call = getattr(self._actor, method).options(concurrency_group=group)
+        call = self._actor.call.options(concurrency_group=group)
         line = self.line if group == "main" else f"{self.worker} {group}"
-        return Pending(call.remote(*args), self.worker, line)
+        return Pending(call.remote(method, *args), self.worker, line)
 
     def describe(self) -> Pending[Mapping[str, Any]]:
         return self._call("describe")

@@ -115,7 +115,6 @@ def train(
     ] = False,
 ) -> int:
     """Train a model. Ctrl-C stops at the next commit point with a checkpoint; twice, at once."""
-    from elastic_trainer.run import dry_run as check
     from elastic_trainer.run import train_command
 
     if detach and dry_run:
@@ -129,8 +128,10 @@ def train(
         "fast_dev_run": fast_dev_run,
     }
     if dry_run:
-        resolved, made = check(config, settings, **options)
         from elastic_trainer.config import to_yaml
+        from elastic_trainer.run import dry_run as check
+
+        resolved, made = check(config, settings, **options)
 
         typer.echo(to_yaml(resolved))
         render.plan(made, as_json=False)

@@ -31,7 +31,6 @@ OWN_RAY = {
     "event_stats": False,
     "worker_niceness": 0,
 }
-NUM_CONTROL = 2
 TOKEN_HINT = (
     "Use the cluster's token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to its file "
     "(default ~/.ray/auth_token), or RAY_AUTH_TOKEN."
@@ -156,9 +155,8 @@ def worker_environment(config: Config) -> dict[str, str]:
 def _options(config: Config, address: str) -> dict[str, Any]:
     common = _common_options(address)
     if address == "local":
-        # CPU workers of a local run may outnumber the cores: the user asked for them. Ray starts a
-        # process per CPU ahead of need: the coordinator and the loader get one each.
-        cpus = max(os.cpu_count() or 1, config.cluster.num_workers) + NUM_CONTROL
+        # CPU workers of a local run may outnumber the cores: the user asked for them.
+        cpus = max(os.cpu_count() or 1, config.cluster.num_workers)
         return {
             **common,
             "num_cpus": cpus,

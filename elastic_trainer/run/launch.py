@@ -5,8 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,7 +17,8 @@ from elastic_trainer.observability.record import METRICS_FILE
 from elastic_trainer.observability.runs import is_run, read_plan, read_status
 from elastic_trainer.run.cluster import add_working_folder, connected, worker_environment
 from elastic_trainer.run.lifeline import Lifeline
-from elastic_trainer.run.prepare import Launch, Source, check_model, prepare
+from elastic_trainer.run.model_check import ModelCheck
+from elastic_trainer.run.prepare import Launch, Source, prepare
 from elastic_trainer.types import RunResult
 
 INTERRUPTED = "interrupted twice"  # the reason of a run that was stopped at once
@@ -65,14 +65,15 @@ def fit(
         fast_dev_run=fast_dev_run,
         with_model=False,
     )
-    with ThreadPoolExecutor(1, "model-check") as pool:
-        # Ray takes seconds to start, too.
-        checked = pool.submit(check_model, launch.config)
-        with choose_display(display) as shown, connected(launch.config):
-            checked.result()
-            for note in launch.notes:
-                shown.message(note)
-            return _run(launch, shown)
+    with (
+        closing(ModelCheck(launch.config)) as check,
+        choose_display(display) as shown,
+        connected(launch.config),
+    ):
+        check.result()
+        for note in launch.notes:
+            shown.message(note)
+        return _run(launch, shown)
 
 
 def _run(launch: Launch, shown: Display) -> RunResult:

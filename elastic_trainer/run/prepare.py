@@ -171,15 +171,24 @@ def _resume_point(store: CheckpointStore, resume: str) -> ResumePoint | None:
     return point
 
 
-def check_model(config: Config) -> None:
+def leaves_model_to_workers(config: Config) -> bool:
+    """Whether only the workers look at the model before it runs: its module may be on a cluster's
+    nodes only, and Hugging Face's library takes long to load."""
+    is_hf = config.model.target is None and config.model.name == "hf"
+    return is_hf or resolve_address(config.cluster.address) != "local"
+
+
+def check_model(config: Config) -> int | None:
     """Refuse what the workers would refuse, before there are any.
 
-    Left to the workers: modules that may be on a cluster's nodes only, and Hugging Face models,
-    whose library takes long to load.
+    Returns how many layers the model has, None if it is left to the workers.
+
+    Raises:
+        PlanError: it has fewer layers than the run has workers.
+        ModelError: it cannot be imported or built.
     """
-    is_hf = config.model.target is None and config.model.name == "hf"
-    if is_hf or resolve_address(config.cluster.address) != "local":
-        return
+    if leaves_model_to_workers(config):
+        return None
     from elastic_trainer.models.registry import load_model  # torch: takes seconds to load
 
     num_layers, num_workers = len(load_model(config).layers), config.cluster.num_workers
@@ -188,6 +197,7 @@ def check_model(config: Config) -> None:
             f"{num_workers} stages, but the model has only {num_layers} layers",
             f"Use at most {num_layers} workers (cluster.num_workers).",
         )
+    return num_layers
 
 
 def _check_port(config: Config) -> None:

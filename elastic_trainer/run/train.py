@@ -18,7 +18,6 @@ from elastic_trainer.errors import ElasticTrainerError, RunError
 from elastic_trainer.observability.runs import is_run, read_status
 from elastic_trainer.run.launch import INTERRUPTED, fit
 from elastic_trainer.run.prepare import Launch, prepare
-from elastic_trainer.run.results import generate
 from elastic_trainer.types import RunResult
 
 DETACH_S = 60.0  # a detached run that has not begun by then never will
@@ -99,6 +98,8 @@ def _show_sample(console: Console, result: RunResult) -> bool:
     config = load_config(Path(result.run_dir) / "config.yaml")
     if config.data.format != "text" or describe(config).tokenizer_path is None:
         return False
+    from elastic_trainer.run.results import generate  # torch, only now that training is over
+
     text = generate(result.run_dir, SAMPLE_PROMPT, max_tokens=SAMPLE_TOKENS)
     console.print("sample of generated text:")
     console.print("\n".join(f"  | {line}" for line in text.splitlines()), markup=False)

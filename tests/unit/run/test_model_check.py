@@ -1,0 +1,61 @@
+"""The check of the model in a process of its own says what the check here would say."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from elastic_trainer.config import Config, load_config
+from elastic_trainer.errors import ModelError, PlanError
+from elastic_trainer.run.model_check import ModelCheck
+from elastic_trainer.run.prepare import check_model
+
+LOCAL = ["cluster.address=local", "data.format=synthetic", "train.max_steps=1"]
+
+
+@pytest.fixture(autouse=True)
+def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver has not loaded torch yet."""
+    monkeypatch.delitem(sys.modules, "torch")
+
+
+def config(*overrides: str) -> Config:
+    return load_config({"model": {"name": "emulated"}}, [*LOCAL, *overrides])
+
+
+def test_a_process_counts_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("elastic_trainer.run.model_check.check_model", None)  # not in this one
+    check = ModelCheck(config("cluster.num_workers=3"))
+    assert check.result() == 8
+    check.close()
+
+
+def test_its_errors_are_those_of_the_check_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    too_many = config("cluster.num_workers=9")
+    with pytest.raises(PlanError) as there:
+        ModelCheck(too_many).result()
+    monkeypatch.undo()
+    with pytest.raises(PlanError) as here:
+        check_model(too_many)
+    assert str(there.value) == str(here.value)
+
+
+def test_a_module_that_prints_or_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "print('hello')\nfrom torch import nn\ndef layers():\n    return [nn.Linear(2, 2)]\n"
+    (tmp_path / "talks_at_import.py").write_text(source)
+    (tmp_path / "ends_at_import.py").write_text("import os\nos._exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    talks = config("cluster.num_workers=1", "model.target=talks_at_import:layers")
+    assert ModelCheck(talks).result() == 1
+    with pytest.raises(ModelError, match="process that builds the model"):
+        ModelCheck(config("model.target=ends_at_import:layers")).result()
+
+
+def test_closing_ends_the_process() -> None:
+    check = ModelCheck(config())
+    process = check._process
+    assert process is not None and process.poll() is None
+    check.close()
+    assert process.poll() is not None
