@@ -29,7 +29,7 @@ from elastic_trainer.errors import (
 from elastic_trainer.models.registry import load_model, ties
 from elastic_trainer.pipeline.failures import place, update_of
 from elastic_trainer.pipeline.feed import ChannelFeed
-from elastic_trainer.pipeline.overheads import measure_messages, together
+from elastic_trainer.pipeline.overheads import with_messages
 from elastic_trainer.pipeline.profiler import device_class, profile_layers
 from elastic_trainer.pipeline.runtime import StageRuntime
 from elastic_trainer.schedule.segment import Segment
@@ -95,8 +95,7 @@ class StageWorker:
             advanced=lambda: self._at(f"the profile of layer {next(layers).name}"),
         )
         self._at("the profile of messages")
-        messages = measure_messages(partial(ZmqChannel, private_dir=self._private_dir))
-        return replace(profile, overheads=together(profile.overheads, messages))
+        return with_messages(profile, partial(ZmqChannel, private_dir=self._private_dir))
 
     def configure(
         self,
