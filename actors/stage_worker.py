@@ -43,7 +43,7 @@ from elastic_trainer.models.registry import load_model, ties
 from elastic_trainer.pipeline.failures import place, update_of
 from elastic_trainer.pipeline.feed import ChannelFeed
 from elastic_trainer.pipeline.hooks import HookSet, RuntimeHooks
-from elastic_trainer.pipeline.overheads import measure_messages, together
+from elastic_trainer.pipeline.overheads import with_messages
 from elastic_trainer.pipeline.profiler import device_class, profile_layers
 from elastic_trainer.pipeline.runtime import StageRuntime
 from elastic_trainer.schedule.segment import Segment
@@ -142,8 +142,7 @@ class StageWorker:
             advanced=lambda: self._at(f"the profile of layer {next(layers).name}"),
         )
         self._at("the profile of messages")
-        messages = measure_messages(partial(ZmqChannel, private_dir=self._private_dir))
-        return replace(profile, overheads=together(profile.overheads, messages))
+        return with_messages(profile, partial(ZmqChannel, private_dir=self._private_dir))
 
     def abort(self, generation: int, reason: str) -> None:
         """Wake whatever waits in `generation` or an older one; its queued work ends at once."""

@@ -18,7 +18,7 @@ from elastic_trainer.models.layers import LayerSpec, ModelSpec
 from elastic_trainer.pipeline.stage import Activation, Held, Stage, is_finite
 from elastic_trainer.transport.channel import Channel, Message, Tag
 from elastic_trainer.transport.tree import flatten
-from elastic_trainer.types import Overheads, StagePlan
+from elastic_trainer.types import Overheads, Profile, StagePlan
 
 PAUSE_S = 0.003  # so long sleep threads between actions, at the least
 CACHE_BYTES = 4 << 20  # what other work has put in the place of ours meanwhile
@@ -119,6 +119,9 @@ def _send_some(here: Channel, there: Channel, num_bytes: int, first: int) -> tup
     return statistics.median(sends), statistics.median(links)
 
 
-def together(stage: Overheads, messages: Overheads) -> Overheads:
-    """Both measurements as one."""
-    return replace(messages, forward_s=stage.forward_s, backward_s=stage.backward_s)
+def with_messages(profile: Profile, open_channel: Callable[[str], Channel]) -> Profile:
+    """The profile, with what messages cost on such channels."""
+    messages = measure_messages(open_channel)
+    own = profile.overheads
+    both = replace(messages, forward_s=own.forward_s, backward_s=own.backward_s)
+    return replace(profile, overheads=both)

@@ -15,9 +15,11 @@ from elastic_trainer.actors.planning import (
 from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.models.registry import load_model, ties
+from elastic_trainer.pipeline.overheads import with_messages
 from elastic_trainer.pipeline.profiler import device_class, profile_layers
 from elastic_trainer.run.cluster import add_working_folder
 from elastic_trainer.run.prepare import Source, prepare, resolve_config
+from elastic_trainer.transport.zmq_channel import ZmqChannel
 from elastic_trainer.types import Plan
 
 
@@ -47,7 +49,7 @@ def plan_command(
     profile = load_profile(key)
     if profile is None:
         fields = {name: torch.from_numpy(array) for name, array in sample.items()}
-        profile = profile_layers(model, config, fields, device)
+        profile = with_messages(profile_layers(model, config, fields, device), ZmqChannel)
         store_profile(key, profile)
     names = [f"stage-{i}" for i in range(config.cluster.num_workers)]
     return config, plan_for(config, profile, names, 1, dict.fromkeys(names, description))

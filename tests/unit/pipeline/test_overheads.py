@@ -7,10 +7,11 @@ import torch
 
 from elastic_trainer.config import Config
 from elastic_trainer.pipeline import overheads
-from elastic_trainer.pipeline.overheads import measure_messages, measure_stage, together
+from elastic_trainer.pipeline.overheads import measure_messages, measure_stage, with_messages
 from elastic_trainer.pipeline.stage import Stage
 from elastic_trainer.transport.channel import Channel, Tag
 from elastic_trainer.transport.in_process import InProcessNetwork
+from elastic_trainer.types import Overheads, Profile
 
 LATE_S = 0.02
 
@@ -50,8 +51,11 @@ def test_slow_sends_and_slow_links_are_told_apart() -> None:
 
     found = measure_messages(open_channel)
     assert found.send_s >= LATE_S > found.link_s
-    both = together(measure_stage(Config(), torch.zeros(8)), found)
-    assert both.send_s == found.send_s and both.forward_s > 0
+    profile = Profile(
+        device_class="cpu", microbatch_size=1, layers=(), overheads=Overheads(forward_s=7.0)
+    )
+    both = with_messages(profile, open_channel).overheads
+    assert both.send_s >= LATE_S > both.link_s and both.forward_s == 7.0
 
 
 def test_channels_are_closed_afterwards() -> None:

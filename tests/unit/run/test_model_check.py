@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+import elastic_trainer.run.model_check as model_check
 from elastic_trainer.config import Config, load_config
 from elastic_trainer.errors import ModelError, PlanError
 from elastic_trainer.run.model_check import ModelCheck
@@ -24,7 +25,7 @@ def config(*overrides: str) -> Config:
 
 
 def test_a_process_counts_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("elastic_trainer.run.model_check.check_model", None)  # not in this one
+    monkeypatch.setattr(model_check, "check_model", None)  # not in this one
     check = ModelCheck(config("cluster.num_workers=3"))
     assert check.result() == 8
     check.close()
