@@ -1,7 +1,7 @@
 """A worker's saves, and the end of a run, when the storage is slow or gone. Without Ray."""
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,7 @@ from elastic_trainer.checkpoint.store import CheckpointStore
 from elastic_trainer.config import Config, load_config
 from elastic_trainer.errors import CheckpointError, FencedError
 from elastic_trainer.observability.runs import read_status
+from elastic_trainer.testing.fake_site import FakeSite
 from elastic_trainer.transport.in_process import InProcessNetwork
 from elastic_trainer.types import Cursor
 
@@ -34,12 +35,14 @@ def config(**sections: Mapping[str, Any]) -> Config:
 
 
 @pytest.fixture
-def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StageWorker:
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StageWorker]:
     """A worker that holds one layer, in the state after update 2."""
     monkeypatch.setattr(stage_worker, "open_channels", lambda *_: {})
     network = InProcessNetwork()
     monkeypatch.setattr(stage_worker, "open_state_channel", lambda name, *_: network.channel(name))
     monkeypatch.setattr(stage_worker, "_own_device", lambda: torch.device("cpu"))
+    # Its watchdog would end this process, in which nobody calls it every second.
+    monkeypatch.setattr(stage_worker, "leave", lambda *_: None)
     made = StageWorker("stage-0", config(), str(tmp_path))
     runtime: Any = SimpleNamespace(
         committed=2,
@@ -49,7 +52,8 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StageWorker:
     )
     plan: Any = SimpleNamespace(layers=("layer",), generation=0)
     made._runtime, made._plan = runtime, plan
-    return made
+    yield made
+    made._watchdog.stop()
 
 
 def test_writing_that_takes_longer_than_the_stall_limit(
@@ -93,8 +97,15 @@ def test_a_run_ends_recorded_though_its_storage_is_gone(
     run_dir = tmp_path / "run"
     store = CheckpointStore(run_dir / "checkpoints")
     store.commit(3, [store.write_layer_file(3, 0, "layer", [b"x"])], cursor=Cursor(row=3))
-    start = {"update": 3, "cursor": Cursor(row=3), "checkpoint": store.root}
-    coordinator = Coordinator("run", config(), str(run_dir), start)
+    start = {
+        "update": 3,
+        "cursor": Cursor(row=3),
+        "checkpoint": store.root,
+        "launch": "one",
+        "num_layers": 1,
+    }
+    site = FakeSite(str(tmp_path), ["layer"], places=1)
+    coordinator = Coordinator("run", config(), str(run_dir), start, site=site)
 
     def gone(*_: Any, **__: Any) -> None:
         raise CheckpointError("cannot list the checkpoints: no answer")
