@@ -110,7 +110,7 @@ def test_a_run_ends_recorded_though_its_storage_is_gone(
     def gone(*_: Any, **__: Any) -> None:
         raise CheckpointError("cannot list the checkpoints: no answer")
 
-    def fault() -> None:
+    def fault(*_: Any) -> None:
         raise RuntimeError("made up")
 
     monkeypatch.setattr(Storage, "entries", gone)
