@@ -113,6 +113,7 @@ def test_a_run_ends_recorded_though_its_storage_is_gone(
     def fault(*_: Any) -> None:
         raise RuntimeError("made up")
 
+    coordinator.orders.num_segments = 1  # so the checkpoint was restored, and is good
     monkeypatch.setattr(Storage, "entries", gone)
     monkeypatch.setattr(coordinator.recorder, "begin", fault)
     result = coordinator.run()
