@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -29,6 +30,14 @@ PHASES = ("detect_s", "plan_s", "wait_s", "transfer_s", "first_commit_s")
 T = TypeVar("T")
 
 
+def own_token(folder: Path) -> dict[str, str]:
+    """Environment of a Ray with a token of its own, whatever else runs on the machine."""
+    file = folder / "token"
+    file.touch(mode=0o600)
+    file.write_text(secrets.token_hex(32))
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(file)}
+
+
 class LiveRun:
     """`elastic-trainer train` beside this process, in a lab's head or on a Ray of its own.
 
@@ -52,12 +61,15 @@ class LiveRun:
         command = [sys.executable, "-m", "elastic_trainer.cli", *words]
         command += ["--run-dir", str(self.run_dir)]
         self._log = folder / "trainer.log"
+        self._env = os.environ | own_token(folder)
         with self._log.open("wb") as out:
             options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
             if lab:
                 self._process = lab.popen(lab.head, command, **options)
             else:
-                self._process = subprocess.Popen(command, start_new_session=True, **options)
+                self._process = subprocess.Popen(
+                    command, start_new_session=True, env=self._env, **options
+                )
 
     def __enter__(self) -> Self:
         return self
@@ -154,6 +166,12 @@ class LiveRun:
         at = time.time()
         os.kill(pids[worker], signal.SIGKILL)
         return at
+
+    def command(self, name: str, *options: str) -> None:
+        """Call elastic-trainer on the run, as its user does; not for one in a lab."""
+        command = [sys.executable, "-m", "elastic_trainer.cli", name, str(self.run_dir), *options]
+        out = subprocess.DEVNULL
+        subprocess.run(command, env=self._env, stdout=out, timeout=LIMIT_S, check=True)
 
     def cut_off(self, lab: HostLab, stage: int) -> tuple[float, Host]:
         """Take a stage's host off the network; when, and which."""

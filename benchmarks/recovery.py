@@ -23,7 +23,6 @@ from live import LiveRun
 from timeline import pause_s, recovery
 from vs_torch_pipelining import config
 
-from elastic_trainer.run.control import scale
 from elastic_trainer.testing.host_lab import HostLab, HostLabUnavailable
 
 PEER = Path(__file__).parent / "peers" / "ray_train_elastic.py"
@@ -94,7 +93,7 @@ def pauses(folder: Path, _repeat: int) -> Samples:
 def pause(run: LiveRun, workers: str) -> float:
     run.updates(SETTLED)
     since = run.commits[-1].time
-    scale(run.run_dir, workers)
+    run.command("scale", "--workers", workers)
     return run.wait_for(f"{workers} workers", lambda: pause_s(run.commits, since, USUAL))
 
 
@@ -166,28 +165,43 @@ def add(samples: Samples, found: Samples) -> None:
         log(f"{name} {', '.join(f'{value:.3g}' for value in values)}")
 
 
-def measure(names: list[str], repeats: int) -> Samples:
-    """Samples of these figures; the parts take turns, and so does who goes first."""
+def measure(names: list[str], repeats: int, failed: list[str]) -> Samples:
+    """Samples of these figures; the parts take turns, and so does who goes first.
+
+    A part that fails is noted in `failed`, and costs the others nothing.
+    """
     parts = [part for part in PARTS if any(part in PARTS_OF[name] for name in names)]
     samples: Samples = {}
     for repeat in range(repeats):
         for part in parts if repeat % 2 == 0 else reversed(parts):
             with tempfile.TemporaryDirectory(prefix="et-bench-") as folder:
-                add(samples, PARTS[part](Path(folder), repeat))
+                try:
+                    add(samples, PARTS[part](Path(folder), repeat))
+                except (RuntimeError, subprocess.SubprocessError) as error:
+                    failed.append(f"{part}, repeat {repeat}: {error}")
+                    log(failed[-1])
     if "partition_to_commit_s" in names:
-        samples |= partitions(repeats)
+        try:
+            samples |= partitions(repeats)
+        except (RuntimeError, subprocess.SubprocessError) as error:
+            failed.append(f"partition: {error}")
+            log(failed[-1])
     return samples
 
 
 def main() -> None:
     options = arguments(__doc__ or "", names=list(PARTS_OF))
-    samples = measure(options.only, options.repeats)
+    failed: list[str] = []
+    samples = measure(options.only, options.repeats, failed)
     units = {"snapshot_share": "ratio"}
     figures = {name: figure(s, units.get(name, "s")) for name, s in samples.items()}
-    if "ray_train_commit_s" in samples:
-        pairs = zip(samples["ray_train_commit_s"], samples["kill_to_commit_s"], strict=True)
-        figures["ray_train_over_ours"] = figure([theirs / ours for theirs, ours in pairs])
-    show(figures, options.json)
+    theirs, ours = samples.get("ray_train_commit_s", []), samples.get("kill_to_commit_s", [])
+    if theirs and len(theirs) == len(ours):  # else a part failed, and there are no pairs
+        ratios = [peer_s / our_s for peer_s, our_s in zip(theirs, ours, strict=True)]
+        figures["ray_train_over_ours"] = figure(ratios)
+    show(figures, options.json, failed=failed)
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

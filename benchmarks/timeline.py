@@ -49,18 +49,18 @@ def pause_s(commits: Sequence[Commit], since: float, usual: int) -> float | None
     """By how much the longest gap between two updates, around the change of generation after
     `since`, exceeds the usual one; None as long as `usual` updates have not followed the change.
 
-    Looks from the last update before `since` to the first of the new generation and the `usual`
-    ones after it. The usual gap is the median of those, as their step is the one that goes on.
+    Looks from the last two updates of the old generation to the first of the new one and the
+    `usual` ones after it: what comes before, such as a newcomer's start on the same machine, is no
+    pause. The usual gap is the median of those after it, as their step is the one that goes on.
     """
     old = [c for c in commits if c.time <= since]
     if not old:
         raise ValueError("nothing was committed before the change")
-    later = [c for c in commits if c.time > since]
-    first = next((i for i, c in enumerate(later) if c.generation > old[-1].generation), None)
-    if first is None or len(later) <= first + usual:
+    generation = old[-1].generation
+    first = next((i for i, c in enumerate(commits) if c.generation > generation), None)
+    if first is None or len(commits) <= first + usual:
         return None
-    window = [old[-1], *later[: first + usual + 1]]
-    found = gaps(window)
+    found = gaps(commits[max(0, first - 2) : first + usual + 1])
     return max(found) - statistics.median(found[-usual:])
 
 

@@ -44,6 +44,11 @@ def test_a_pause_before_the_change_counts_too() -> None:
     assert pause_s(lines, since=2.5, usual=2) == 6.0
 
 
+def test_what_came_long_before_the_change_is_no_pause() -> None:
+    lines = commits((1, 1, 0.0), (2, 1, 9.0), *((u, 1 + u // 5, 7.0 + u) for u in range(3, 8)))
+    assert pause_s(lines, since=0.5, usual=2) == 0.0
+
+
 def test_a_pause_needs_something_before_it() -> None:
     with pytest.raises(ValueError, match="before the change"):
         pause_s(commits(*BEFORE), since=-1.0, usual=1)
