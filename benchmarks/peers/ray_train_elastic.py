@@ -26,7 +26,7 @@ from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 from torch import nn
 
-PEERS = Path(__file__).parent
+BENCHMARKS = Path(__file__).parents[1]
 KILL_AFTER, STEPS, CHECKPOINT_EVERY = 22, 30, 5
 BATCH = 8  # per worker
 LIMIT_S = 180.0
@@ -34,8 +34,8 @@ LIMIT_S = 180.0
 
 def loop(config: dict[str, Any]) -> None:
     """One worker."""
-    sys.path.insert(0, config["peers"])
-    from torch_pipelining import BLOCKS, LENGTH, VOCAB, Block, Embed, Head, loss
+    sys.path.insert(0, config["benchmarks"])
+    from peers.torch_pipelining import BLOCKS, LENGTH, VOCAB, Block, Embed, Head, loss
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -54,7 +54,7 @@ def loop(config: dict[str, Any]) -> None:
     for step in range(start, config["steps"]):
         batch = torch.randint(0, VOCAB, (BATCH, LENGTH + 1))
         value = loss(parallel(batch[:, :-1].contiguous()), batch[:, 1:].contiguous())
-        value.backward()  # type: ignore[no-untyped-call]
+        value.backward()
         optimizer.step()
         optimizer.zero_grad()
         line = {"time": time.time(), "step": step, "rank": rank, "pid": os.getpid()}
@@ -107,10 +107,12 @@ def main() -> None:
     ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False)
     killed: list[float] = []
     threading.Thread(target=kill_one, args=(log, killed), daemon=True).start()
+    # Ray's types know of elastic sizes only where RAY_TRAIN_V2_ENABLED is set.
+    elastic: Any = (1, 2)
     TorchTrainer(
         loop,
-        train_loop_config={"log": str(log), "peers": str(PEERS), "steps": STEPS},
-        scaling_config=ScalingConfig(num_workers=(1, 2)),
+        train_loop_config={"log": str(log), "benchmarks": str(BENCHMARKS), "steps": STEPS},
+        scaling_config=ScalingConfig(num_workers=elastic),
         run_config=RunConfig(
             storage_path=str(options.folder / "storage"),
             name="peer",
