@@ -16,11 +16,15 @@ from typing import Any
 from elastic_trainer import RunResult, fit
 
 
-def arguments(description: str, repeats: int = 5) -> argparse.Namespace:
-    """Command line of a benchmark."""
+def arguments(description: str, repeats: int = 5, names: Sequence[str] = ()) -> argparse.Namespace:
+    """Command line of a benchmark; `names`: of figures that can be asked for alone."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--repeats", type=int, default=repeats, help="samples per figure")
+    if names:
+        parser.add_argument(
+            "--only", nargs="+", choices=names, default=names, metavar="NAME", help="these figures"
+        )
     return parser.parse_args()
 
 
