@@ -31,14 +31,20 @@ class Keeping(RuleBasedStateMachine):
     def arrived(self, origin: str, update: int) -> None:
         self.whole[origin].add(update)
 
+    def next_one(self, origin: str, update: int) -> int:
+        """Snapshots come in order; one of an earlier update comes only after an `abandon`."""
+        return max(update, *self.whole[origin], 0)
+
     @rule(origin=ORIGINS, update=UPDATES)
     def put(self, origin: str, update: int) -> None:
+        update = self.next_one(origin, update)
         states = {layer: state(origin, update, layer) for layer in LAYERS[origin]}
         self.copies.put(origin, update, states, {"scaler": update})
         self.arrived(origin, update)
 
     @rule(origin=ORIGINS, update=UPDATES, data=st.data())
     def add(self, origin: str, update: int, data: Any) -> None:
+        update = self.next_one(origin, update)
         layer = data.draw(st.sampled_from(LAYERS[origin]))
         found = Found(state(origin, update, layer), {"scaler": update})
         if self.copies.add(origin, update, LAYERS[origin], layer, found):
