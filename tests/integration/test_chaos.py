@@ -73,6 +73,29 @@ def chaos(run_dir: Path, env: dict[str, str], *arguments: str) -> tuple[int, dic
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+def test_two_events(run_dir: Path, cli_env: dict[str, str]) -> None:
+    script = run_dir.parent / "two.events"
+    script.write_text("kill stage=1 action=B @update=+20\nscale 2:2 @update=+60\n")
+    code, verdict, told = chaos(run_dir, cli_env, "--script", str(script), "--limit", "30")
+    assert code == 0 and verdict["passed"], f"{json.dumps(verdict, indent=1)}\n{told}"
+    killed, _scaled = verdict["rows"]
+    assert killed["found"].endswith("crashed") and killed["recovery_s"] < 30
+    assert verdict["num_audited"] > 60
+    assert killed["workers"][0] in {c["worker"] for c in read_membership(run_dir)}
+
+    code, verdict, _ = chaos(run_dir, cli_env, "--kill", "stage=0", "--limit", "0.001")
+    assert code == 1 and not verdict["passed"]
+    assert "more than 0.001 s" in verdict["rows"][0]["problem"]
+
+    update = read_status(run_dir)["update"]
+    refused = run_cli(
+        ["chaos", str(run_dir), "--kill", "stage=0@update=3"], cli_env, run_dir.parent
+    )
+    assert refused.returncode == 2 and update > 3
+    assert "the run is at update" in refused.stderr
+
+
+@pytest.mark.soak
 def test_a_bad_day(run_dir: Path, cli_env: dict[str, str]) -> None:
     script = run_dir.parent / "bad.day"
     script.write_text(SCRIPT)
@@ -88,17 +111,6 @@ def test_a_bad_day(run_dir: Path, cli_env: dict[str, str]) -> None:
     assert verdict["num_audited"] > 180
     guilty = {c["worker"] for c in read_membership(run_dir) if c["cause"] != "start"}
     assert guilty >= {worker for name in rows for worker in rows[name]["workers"] if "l  s" in name}
-
-    code, verdict, _ = chaos(run_dir, cli_env, "--kill", "stage=0", "--limit", "0.001")
-    assert code == 1 and not verdict["passed"]
-    assert "more than 0.001 s" in verdict["rows"][0]["problem"]
-
-    update = read_status(run_dir)["update"]
-    refused = run_cli(
-        ["chaos", str(run_dir), "--kill", "stage=0@update=3"], cli_env, run_dir.parent
-    )
-    assert refused.returncode == 2 and update > 3
-    assert "the run is at update" in refused.stderr
 
 
 @pytest.mark.soak
