@@ -54,7 +54,7 @@ def loop(config: dict[str, Any]) -> None:
     for step in range(start, config["steps"]):
         batch = torch.randint(0, VOCAB, (BATCH, LENGTH + 1))
         value = loss(parallel(batch[:, :-1].contiguous()), batch[:, 1:].contiguous())
-        value.backward()
+        value.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         line = {"time": time.time(), "step": step, "rank": rank, "pid": os.getpid()}
