@@ -253,8 +253,9 @@ def test_kill_host(lab: HostLab, watcher: Watcher) -> None:
 
 
 OWNER = """
-import sys
+import signal, sys
 from elastic_trainer.testing.host_lab import HostLab
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
 with HostLab(0) as lab:
     lab.popen(lab.head, ["sleep", "100"])
     print(lab.folder, flush=True)
