@@ -3,7 +3,6 @@
 import contextlib
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -109,8 +108,7 @@ class LabRun:
 
     def is_alive(self, host: Host, pid: int) -> bool:
         """Whether a process of a host is there and no zombie."""
-        states = self.lab.exec(host, ["sh", "-c", f"ps -o stat= -p {pid} || true"])
-        return bool(states.strip()) and not states.startswith("Z")
+        return any(_is_living(outer, pid) for outer in host.cgroup.pids())
 
     # What can be waited for.
 
@@ -158,10 +156,6 @@ class LabRun:
         argv = [str(CLI), arguments[0], str(self.run_dir), *arguments[1:]]
         return self.lab.exec(self.lab.head, argv, LIMIT_S)
 
-    def python(self, code: str) -> str:
-        """Run a program on the head; what it printed."""
-        return self.lab.exec(self.lab.head, [sys.executable, "-c", code], LIMIT_S)
-
     def kill(self, host: Host, pid: int) -> None:
         """SIGKILL a process of a host."""
         self.lab.exec(host, ["kill", "-s", "KILL", str(pid)])
@@ -177,3 +171,13 @@ class LabRun:
         status = self.status
         assert (self.driver.returncode, status["state"]) == (0, state), self.log.read_text()
         return int(status["update"])
+
+
+def _is_living(outer: int, pid: int) -> bool:
+    """Whether this process is known as `pid` on its host, and no zombie."""
+    try:
+        lines = Path(f"/proc/{outer}/status").read_text().splitlines()
+    except OSError:
+        return False
+    facts = dict(line.split(":", 1) for line in lines if ":" in line)
+    return facts["NSpid"].split()[-1] == str(pid) and not facts["State"].strip().startswith("Z")

@@ -113,17 +113,17 @@ def assert_samples_once(run_dir: Path, updates: int) -> None:
     assert [(line["update"], line["samples"]) for line in read_audit(run_dir)] == want
 
 
-def assert_checkpoints_undisturbed(run_dir: Path) -> int:
-    """Every checkpoint of a synchronous run holds what it should; gives how many there are."""
+def assert_checkpoints_undisturbed(run_dir: Path) -> SynchronousOracle:
+    """Every checkpoint of a synchronous run holds what it should; gives who has done them all."""
     config = run_config(run_dir)
-    updates = [info.update for info in checkpoints(run_dir)]
+    updates = {info.update for info in checkpoints(run_dir)}
     oracle = synchronous_reference(config, 0)
-    for info, microbatches in training_batches(config, 1, max(updates, default=0)):
+    for info, microbatches in training_batches(config, 1, max(updates)):
         oracle.update(info.update, microbatches)
         if info.update in updates:
             found = saved_state(run_dir, str(info.update))[1]
             assert_same_states(found, oracle.layer_states())
-    return len(updates)
+    return oracle
 
 
 def holders(run_dir: Path) -> dict[int, WorkerId]:
