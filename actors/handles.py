@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
+from ray.exceptions import ActorAlreadyExistsError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import (
     NodeAffinitySchedulingStrategy,
@@ -19,6 +20,7 @@ from elastic_trainer.actors.pending import Pending
 from elastic_trainer.actors.watch import Mark
 from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.config import Config
+from elastic_trainer.errors import RunError
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.types import (
     BatchInfo,
@@ -243,23 +245,29 @@ class CoordinatorHandle:
         """Start the coordinator on this node, so that it shares the driver's files.
 
         If its process dies, Ray starts another one, in which the calls under way run again.
+
+        Raises:
+            RunError: the cluster has one for this folder already.
         """
         from elastic_trainer.actors.coordinator import Coordinator
 
-        actor = (
-            ray.remote(**_groups(main=1, control=4))(Coordinator)
-            .options(
-                name=actor_name(run_dir),
-                namespace=NAMESPACE,
-                num_cpus=0,
-                max_restarts=-1,
-                max_task_retries=-1,
-                scheduling_strategy=_this_node(),
-                runtime_env=_variables(env),
-            )
-            .remote(run, config, run_dir, start)
+        remote = ray.remote(**_groups(main=1, control=4))(Coordinator).options(
+            name=actor_name(run_dir),
+            namespace=NAMESPACE,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            scheduling_strategy=_this_node(),
+            runtime_env=_variables(env),
         )
-        return cls(actor)
+        try:
+            return cls(remote.remote(run, config, run_dir, start))
+        except ActorAlreadyExistsError as error:
+            raise RunError(
+                f"a trainer is already running in {run_dir}",
+                "Choose another --run-dir, or stop it: `elastic-trainer stop RUN`. If it has just "
+                "ended, try again in a few seconds.",
+            ) from error
 
     @classmethod
     def find(cls, run_dir: str) -> "CoordinatorHandle":

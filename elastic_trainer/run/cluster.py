@@ -5,13 +5,17 @@ import importlib.util
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private.authentication import authentication_token_setup
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError as RayAuthenticationError
 
 from elastic_trainer.actors.handles import NAMESPACE
@@ -31,6 +35,7 @@ OWN_RAY = {
     "event_stats": False,
     "worker_niceness": 0,
 }
+AUTH_MODE = "RAY_AUTH_MODE"
 TOKEN_HINT = (
     "Use the cluster's token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to its file "
     "(default ~/.ray/auth_token), or RAY_AUTH_TOKEN."
@@ -69,6 +74,8 @@ def connected(config: Config) -> Iterator[str]:
     _quieten_ray()
     address = resolve_address(config.cluster.address)
     options = _options(config, address)
+    if address == "local":
+        _have_token()
     with _thread_limits(config) if address == "local" else contextlib.nullcontext():
         context = _join(address, options)
     try:
@@ -217,24 +224,62 @@ def _check_reachable(address: str) -> None:
 
 
 def _check_token(address: str) -> None:
-    """Ask the cluster for its id, with our token; Ray alone would try for 20 s, loudly, and then
-    not say that it was the token."""
-    import grpc  # type: ignore[import-untyped]
-    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
-    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+    """Ask the cluster for its id, without and with our token; Ray alone would try for 20 s, loudly,
+    and then not say that it was the token.
 
+    A Ray that `ray.init` has started wants the token in the user's home. Who joins it by its
+    address has to be told so: Ray looks for a token by itself only where it finds the cluster, too.
+    """
+    if not _is_refused(address, {}):
+        return  # it wants none, or whatever else is wrong: ray.init says it better
     tokens = AuthenticationTokenLoader.instance()
     found = tokens.has_token(ignore_auth_mode=True)
     headers = tokens.get_token_for_http_header(ignore_auth_mode=True) if found else {}
+    if not headers or _is_refused(address, headers):
+        raise _refused(address)
+    if AUTH_MODE not in os.environ:
+        authentication_token_setup._enable_token_auth()
+
+
+def _is_refused(address: str, headers: Mapping[str, str]) -> bool:
+    """Whether the cluster says that these headers have no right to ask."""
+    import grpc  # type: ignore[import-untyped]
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
     with grpc.insecure_channel(address) as channel:
         cluster = gcs_service_pb2_grpc.NodeInfoGcsServiceStub(channel)  # type: ignore[no-untyped-call]
         try:
             request = gcs_service_pb2.GetClusterIdRequest()  # type: ignore[attr-defined]
             cluster.GetClusterId(request, metadata=tuple(headers.items()), timeout=CONNECT_S)
         except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-                raise _refused(address) from error
-            # Whatever else it is, ray.init meets it too and says it better.
+            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+    return False
+
+
+def _have_token() -> None:
+    """Make the token in the user's home that a Ray of our own will want, if there is none.
+
+    Ray would do so, too. But of two programs that do it at once, the second overwrites what the
+    first one's cluster goes by, and nobody can join that one any more.
+    """
+    if any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")):
+        return
+    file = Path.home() / ".ray" / "auth_token"
+    if os.environ.get(AUTH_MODE, "token") != "token" or file.exists():
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".auth_token-") as made:
+            made.write(secrets.token_hex(32))  # readable by this user only
+            made.flush()
+            with contextlib.suppress(FileExistsError):  # somebody else was faster: theirs it is
+                os.link(made.name, file)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot write Ray's token to {file}: {error}",
+            "Set RAY_AUTH_TOKEN_PATH to a file with a token of your own.",
+        ) from error
+    AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _refused(address: str) -> AuthenticationError:

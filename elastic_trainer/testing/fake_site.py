@@ -119,12 +119,7 @@ class FakeStage:
         )
 
     def ping(self, generation: int = 0, stored: int = -1, committed: int = -1) -> FakeCall:
-        def answer() -> Mark:
-            begun = self.segment
-            standing = None if begun is None else Standing(begun.generation, begun.index, 0)
-            return Mark((self.site.turn, 0), "somewhere", self.stored, standing)
-
-        return self._call(answer)
+        return self._call(lambda: self.site.mark(self))
 
     def profile(self, sample: Any) -> FakeCall:
         return self._compute(lambda: self.site.profile)
@@ -486,6 +481,12 @@ class FakeSite:
                     return
             actor.compute.popleft()
             call.run()
+
+    def mark(self, stage: FakeStage) -> Mark:
+        """How far a worker says that it is."""
+        begun = stage.segment
+        standing = None if begun is None else Standing(begun.generation, begun.index, 0)
+        return Mark((self.turn, 0), "somewhere", stage.stored, standing)
 
     def _gathered(self, segment: Segment) -> bool:
         """Whether all stages have begun the segment: it then ends for all of them."""

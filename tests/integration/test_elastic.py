@@ -19,7 +19,6 @@ from elastic_trainer import RunResult, fit
 from elastic_trainer.actors.handles import CoordinatorHandle
 from elastic_trainer.actors.pending import Pending
 from elastic_trainer.observability.runs import (
-    read_audit,
     read_events,
     read_membership,
     read_status,
@@ -41,12 +40,10 @@ from elastic_trainer.testing.processes import (
     worker_pids,
 )
 from elastic_trainer.testing.runs import (
-    run_config,
-    saved_state,
-    synchronous_reference,
-    training_batches,
+    assert_same_as_undisturbed,
+    causes,
+    holders,
 )
-from elastic_trainer.testing.toys import assert_same_states
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400)]
 
@@ -107,12 +104,6 @@ def beside(run_dir: Path, work: Callable[[], None], num_workers: int = 2) -> Fut
     return once_started(run_dir, body, num_workers)
 
 
-def holders(run_dir: Path) -> dict[int, str]:
-    """Who holds which stage now."""
-    workers = read_status(run_dir).get("workers", {})
-    return {w["stage"]: name for name, w in workers.items() if w["stage"] is not None}
-
-
 def has_stages(run_dir: Path, count: int) -> Callable[[], bool]:
     return lambda: len(holders(run_dir)) == count
 
@@ -129,23 +120,9 @@ def kill_stage(run_dir: Path, stage: int) -> str:
 
 
 def assert_undisturbed(run_dir: Path, result: RunResult, updates: int = NUM_UPDATES) -> None:
-    """Parameters, moments, losses and samples are those of one process that nobody disturbed."""
+    """The run has ended as one that nobody disturbed."""
     assert (result.status, result.update) == ("completed", updates), result
-    config = run_config(run_dir)
-    oracle = synchronous_reference(config, updates)
-    assert_same_states(saved_state(run_dir)[1], oracle.layer_states())
-    lines = read_updates(run_dir)
-    assert [line["update"] for line in lines] == list(range(1, updates + 1))
-    assert [line["loss"] for line in lines] == oracle.losses
-    want = [
-        (info.update, [list(micro.sample_ids) for micro in info.microbatches])
-        for info, _ in training_batches(config, 1, updates)
-    ]
-    assert [(line["update"], line["samples"]) for line in read_audit(run_dir)] == want
-
-
-def causes(run_dir: Path) -> list[str]:
-    return [change["cause"] for change in read_membership(run_dir)]
+    assert_same_as_undisturbed(run_dir, updates)
 
 
 def test_killed_workers_are_replaced(cluster: Cluster, tmp_path: Path) -> None:

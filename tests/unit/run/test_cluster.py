@@ -3,15 +3,23 @@
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+from ray._private.authentication_test_utils import reset_auth_token_state
+from ray._raylet import (  # type: ignore[attr-defined]
+    AuthenticationMode,
+    AuthenticationTokenLoader,
+    get_authentication_mode,
+)
 from ray.exceptions import AuthenticationError as RayAuthenticationError
 
 import elastic_trainer
@@ -21,13 +29,22 @@ from elastic_trainer.config import ClusterConfig, Config, LossConfig, ModelConfi
 from elastic_trainer.errors import AuthenticationError, ClusterError
 from elastic_trainer.run import cluster
 
+AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 PACKAGE = str(Path(elastic_trainer.__file__).parent)
 
 
 @pytest.fixture(autouse=True)
-def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "PYTHONPATH"):
+def no_cluster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """No trace of a cluster, nor of a token for one."""
+    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", "PYTHONPATH", *AUTH):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    reset_auth_token_state()
+    yield
+    for name in AUTH:  # what was enabled on the way
+        os.environ.pop(name, None)
+    monkeypatch.undo()
+    reset_auth_token_state()
 
 
 @pytest.mark.parametrize(
@@ -175,6 +192,108 @@ def test_why_a_cluster_cannot_be_joined(
     assert type(caught.value) is kind
     assert "\n" not in str(caught.value)
     assert all(part in str(caught.value) for part in parts)
+
+
+TOKEN = "5eed" * 16
+
+
+@pytest.fixture
+def gcs() -> Iterator[Callable[[str | None], str]]:
+    """Starts what answers as the head of a cluster with this token does; gives its address."""
+    import grpc  # type: ignore[import-untyped]
+    from ray.core.generated import gcs_service_pb2, gcs_service_pb2_grpc
+
+    servers = []
+
+    def start(token: str | None) -> str:
+        class Gcs(gcs_service_pb2_grpc.NodeInfoGcsServiceServicer):
+            def GetClusterId(self, request: Any, context: Any) -> Any:
+                shown = dict(context.invocation_metadata()).get("authorization")
+                if token is not None and shown != f"Bearer {token}":
+                    context.abort(grpc.StatusCode.UNAUTHENTICATED, "InvalidAuthToken")
+                return gcs_service_pb2.GetClusterIdReply()  # type: ignore[attr-defined]
+
+        server = grpc.server(ThreadPoolExecutor(1))
+        servers.append(server)
+        gcs_service_pb2_grpc.add_NodeInfoGcsServiceServicer_to_server(Gcs(), server)  # type: ignore[no-untyped-call]
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        return f"127.0.0.1:{port}"
+
+    yield start
+    for server in servers:
+        server.stop(None).wait()
+
+
+def token_at_home(tmp_path: Path, token: str) -> None:
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text(token)
+    reset_auth_token_state()
+
+
+def test_the_token_at_home_is_used_where_one_is_wanted(
+    fake_ray: FakeRay, gcs: Callable[[str | None], str], tmp_path: Path
+) -> None:
+    """As by a Ray that `ray.init` has started: it wants a token, whatever the environment says."""
+    token_at_home(tmp_path, TOKEN)
+    cluster.connect_for_control(gcs(None))
+    assert "RAY_AUTH_MODE" not in os.environ, "nobody wants one"
+    cluster.connect_for_control(gcs(TOKEN))
+    assert os.environ["RAY_AUTH_MODE"] == "token"
+    assert get_authentication_mode() == AuthenticationMode.TOKEN, "of this process, too"
+
+
+@pytest.mark.parametrize("token", [None, "0bad" * 16])
+def test_a_token_that_is_missing_or_wrong(
+    fake_ray: FakeRay, gcs: Callable[[str | None], str], tmp_path: Path, token: str | None
+) -> None:
+    if token is not None:
+        token_at_home(tmp_path, token)
+    with pytest.raises(AuthenticationError, match="its token is wrong or missing"):
+        cluster.connect_for_control(gcs(TOKEN))
+    assert not fake_ray.options and "RAY_AUTH_MODE" not in os.environ
+
+
+def test_a_local_rays_token_is_made_once(fake_ray: FakeRay, tmp_path: Path) -> None:
+    """Two runs that start at once must not overwrite each other's."""
+    file = tmp_path / ".ray" / "auth_token"
+    with cluster.connected(config()):
+        made = file.read_text()
+        assert len(made) == 64 and file.stat().st_mode & 0o777 == 0o600
+        assert AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True)
+    with cluster.connected(config()):
+        assert file.read_text() == made and list(file.parent.iterdir()) == [file]
+
+
+def test_of_two_that_make_a_token_the_first_wins(
+    fake_ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def random(count: int) -> str:
+        (tmp_path / ".ray" / "auth_token").write_text(TOKEN)  # the other one is faster
+        return "0bad" * (count // 2)
+
+    monkeypatch.setattr(secrets, "token_hex", random)
+    with cluster.connected(config()):
+        assert (tmp_path / ".ray" / "auth_token").read_text() == TOKEN
+
+
+def test_a_users_own_token_is_left_alone(
+    fake_ray: FakeRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with cluster.connected(config()):
+        assert not (tmp_path / ".ray").exists()
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", TOKEN)
+    with cluster.connected(config()):
+        assert not (tmp_path / ".ray").exists()
+
+
+def test_no_place_for_a_token(fake_ray: FakeRay, tmp_path: Path) -> None:
+    (tmp_path / ".ray").write_text("a file")
+    with pytest.raises(ClusterError, match="cannot write Ray's token.*RAY_AUTH_TOKEN_PATH"):
+        with cluster.connected(config()):
+            pytest.fail("connected")
 
 
 def test_a_cluster_is_sent_the_package(fake_ray: FakeRay) -> None:
