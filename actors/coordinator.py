@@ -344,7 +344,8 @@ class Coordinator:
         self.historian.loader_lost(worker, detail, silent_s, concerns_plan=needed)
         if needed:
             self._facts.put(ev.LoaderLost(worker=worker, node=self.node(worker), detail=detail))
-        self.executor.lost(worker)
+        else:
+            self.executor.lost(worker)
         return needed
 
     def trace(self, text: str) -> None:

@@ -89,7 +89,7 @@ class Orders:
         self._queued.clear()
 
     def segment(self, instruction: do.RunSegment) -> None:
-        """Have the loaders send the batches; the stages follow when all have told what they hold."""
+        """Have loaders send the batches; the stages follow when all have told what those hold."""
         first, last = instruction.first_update, instruction.last_update
         order = Order(
             kind="segment",
