@@ -31,19 +31,18 @@ from elastic_trainer.actors.succession import Succession
 from elastic_trainer.actors.vigil import Vigil
 from elastic_trainer.actors.watch import Mark
 from elastic_trainer.actors.workers import Crew
-from elastic_trainer.config import Config, fewest_workers, fixed_stages
+from elastic_trainer.config import Config
 from elastic_trainer.elastic import events as ev
 from elastic_trainer.elastic import instructions as do
-from elastic_trainer.elastic.state import Goal, Phase, State
+from elastic_trainer.elastic.goal import goal_of
+from elastic_trainer.elastic.state import Phase, State
 from elastic_trainer.errors import ElasticTrainerError
 from elastic_trainer.observability import changes
-from elastic_trainer.schedule.build import is_asynchronous
 from elastic_trainer.types import RunResult, WorkerId
 
 SETTLE_S = 5.0  # how long the end waits for a storage's answer to say which checkpoint is newest
 POLL_S = 0.5  # how soon a request is seen while nothing else happens
 CLOSE_S = 5.0  # how long actors may take to close
-ANY_NUMBER = 1 << 30  # of layers, while nobody knows
 
 
 class Coordinator:
@@ -161,7 +160,7 @@ class Coordinator:
             self.crew.clear_away()
             first = self._start["update"]
             self.historian.begin(changes.RESUMED if first else changes.START, first, None)
-        self.crew.start_loader()
+        self.crew.start_loaders()
         self._execute(self.state.start())
 
     def _forget_joins_and_losses(self) -> None:
@@ -264,7 +263,8 @@ class Coordinator:
                 "stage": held.get(worker),
                 "state": state if worker in known else "starting",
             }
-        self.recorder.members(facts, self.crew.num_pending)
+        loaders = self.crew.loaders.facts(self.orders.serving)
+        self.recorder.members(facts, self.crew.num_pending, loaders)
         if self.recorder.heartbeat(self.state):
             self.historian.heartbeat()
             ages = {stage: self.vigil.silence_s(worker) or 0.0 for worker, stage in held.items()}
@@ -314,10 +314,11 @@ class Coordinator:
     def joined(self, worker: WorkerId) -> None:
         """An actor has described itself."""
         self.vigil.answered(worker)
-        if worker not in self.crew.stages:
+        description = self.crew.descriptions[worker]
+        if worker in self.crew.loaders.handles:
+            self.recorder.loader_joined(worker, description)
             self.executor.loader_joined()
             return
-        description = self.crew.descriptions[worker]
         if worker not in self.succession.inherited:
             self.recorder.joined(worker, description)
         self._facts.put(ev.WorkerJoined(worker=worker, node=description["node_ip"]))
@@ -335,11 +336,17 @@ class Coordinator:
         self._facts.put(ev.WorkerLost(worker=worker, detail=detail, cause=cause))
         self.executor.lost(worker)
 
-    def loader_lost(self, detail: str) -> None:
-        """The loader is gone; another one takes its place."""
-        self.recorder.lost("the loader", detail, ev.Cause.CRASHED)
-        self.crew.start_loader()
-        self._facts.put(ev.LoaderLost(detail=detail))
+    def loader_lost(self, worker: WorkerId, detail: str, cause: ev.Cause) -> bool:
+        """A loader is gone; whether training needs another one in its place at once."""
+        needed = not self.executor.is_idle(worker)
+        self.recorder.lost(self.name(worker), detail, cause)
+        silent_s = self.vigil.silence_s(worker)
+        self.historian.loader_lost(worker, detail, silent_s, concerns_plan=needed)
+        if needed:
+            self._facts.put(ev.LoaderLost(worker=worker, node=self.node(worker), detail=detail))
+        else:
+            self.executor.lost(worker)
+        return needed
 
     def trace(self, text: str) -> None:
         """A fault that nobody raised on purpose."""
@@ -370,30 +377,3 @@ class Coordinator:
         ours = isinstance(error, ElasticTrainerError)
         reason = str(error) if ours else f"coordinator (pid {os.getpid()}): {one_line(error)}"
         self._finish("failed", self.state.committed, reason)
-
-
-def goal_of(config: Config, start: Mapping[str, Any]) -> Goal:
-    """What the elastic core is to reach.
-
-    Args:
-        config: the resolved configuration.
-        start: as the coordinator is given it.
-    """
-    train, elastic = config.train, config.elastic
-    stages = fixed_stages(config) or start["num_layers"]
-    return Goal(
-        min_workers=fewest_workers(config),
-        max_workers=config.cluster.num_workers,
-        num_spares=elastic.num_spares,
-        max_layers=ANY_NUMBER if stages is None else stages,
-        max_steps=train.max_steps,
-        eval_steps=train.eval_steps if train.eval_batches else 0,
-        save_steps=config.checkpoint.every_steps,
-        start_update=start["update"],
-        final_eval=train.eval_batches > 0,
-        max_failures=elastic.max_failures,
-        max_preemptions=elastic.max_preemptions,
-        refill_updates=elastic.refill_updates,
-        snapshot_every=elastic.snapshot_every,
-        grid=is_asynchronous(config.pipeline.schedule),
-    )

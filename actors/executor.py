@@ -7,13 +7,13 @@ from typing import Any
 
 from elastic_trainer.actors.buddies import choose_buddies
 from elastic_trainer.actors.calls import Calls
+from elastic_trainer.actors.loaders import feeding
 from elastic_trainer.actors.orders import Orders
 from elastic_trainer.actors.planning import (
     Schedules,
     load_profile,
     plan_for,
     profile_key,
-    routes,
     segment_updates,
     store_profile,
 )
@@ -98,7 +98,7 @@ class Executor:
         self._report = report
         self._profile: Profile | None = None
         self._gathering: _Gathering | None = None
-        self._awaits_loader: do.Configure | None = None
+        self._awaits_loaders: do.Configure | None = None
 
     @property
     def newest(self) -> int:
@@ -113,6 +113,11 @@ class Executor:
     def taking_stock(self) -> bool:
         """Whether workers are being asked what they hold."""
         return self._gathering is not None and self._gathering.kind == "stock"
+
+    def is_idle(self, loader: WorkerId) -> bool:
+        """Whether a loader feeds nobody, and none is waited for either."""
+        serving = self._orders.serving
+        return bool(serving) and loader not in serving and self._awaits_loaders is None
 
     def carry_out(self, instruction: do.Instruction) -> None:
         """Begin what an instruction says; nothing waits for its end."""
@@ -137,13 +142,13 @@ class Executor:
                 self._abort(generation, reason)
 
     def lost(self, worker: WorkerId) -> None:
-        """A worker is gone: do not wait for what it would have answered."""
+        """A worker, or a loader, is gone: do not wait for what it would have answered."""
         if self._gathering is not None:
             self._gathering.lost(worker)
 
     def loader_joined(self) -> None:
-        """The loader has started: it may be what a generation waits for."""
-        if (instruction := self._awaits_loader) is not None:
+        """A loader has started: it may be what a generation waits for."""
+        if (instruction := self._awaits_loaders) is not None:
             self._configure(instruction)
 
     # Plans.
@@ -152,8 +157,7 @@ class Executor:
         if self._profile is not None:
             self._plan_with(self._profile, instruction)
             return
-        loader, first = self._crew.loader, instruction.workers[0]
-        assert loader is not None
+        loader, first = next(iter(self._crew.loaders.handles.values())), instruction.workers[0]
 
         def profiled(key: str, profile: Profile) -> None:
             store_profile(key, profile)
@@ -212,19 +216,21 @@ class Executor:
             self._calls.when(call, partial(gathering.take, worker), generation=generation)
 
     def _configure(self, instruction: do.Configure) -> None:
-        loader, present = self._crew.loader, self._crew.present()
+        self._crew.start_loaders()  # an idle one that was lost is wanted only now
+        loaders, present = self._crew.loaders.present(), self._crew.present()
         plan, update = instruction.plan, instruction.update
         holders = [stage.worker for stage in plan.stages]
         if not set(holders) <= set(present):
             return  # lost just now, which ends the generation
-        self._awaits_loader = None
-        if loader is None or loader.worker not in self._crew.descriptions:
-            self._awaits_loader = instruction  # it may be slower to start than the stages
+        self._awaits_loaders = None
+        if loaders is None:
+            self._awaits_loaders = instruction  # they may be slower to start than the stages
             return
         generation = plan.generation
         first = self._crew.descriptions[holders[0]]
         self.plan = plan
-        self._orders.begin(plan, Schedules(self._config, plan, first["ties"]))
+        fed = feeding(plan, {w: self._crew.descriptions[w] for w in holders}, loaders)
+        self._orders.begin(plan, Schedules(self._config, plan, first["ties"]), fed)
         self._vigil.planned(plan)
         positions, newest = self._saving.positions, self._orders.newest
         self.replayed = max(0, newest - update), positions.samples_between(update, newest)
@@ -238,22 +244,22 @@ class Executor:
             }
             self._report(ev.Configured(generation=generation, update=update))
 
-        gathering = self._gather("configure", generation, [*present, loader.worker], complete)
+        gathering = self._gather("configure", generation, [*present, *loaders], complete)
         restore = Restore(update=update, sources=instruction.sources, root=self._root(update))
         leaving = self._crew.on_nodes(self._crew.avoided)
         idle = [w for w in present if w not in holders and w not in leaving]
         buddies = choose_buddies(holders, idle, {w: self._node(w) for w in present})
         for worker, handle in present.items():
-            peers = {**self._peers(worker), loader.worker: self._crew.descriptions[loader.worker]}
-            call = handle.configure(plan, peers, restore, buddies.get(worker))
+            own = {w: loaders[w] for w in (fed.loader_of.get(worker),) if w is not None}
+            call = handle.configure(
+                plan, {**self._peers(worker), **own}, restore, buddies.get(worker)
+            )
             self._configuring(call, gathering, worker)
-        served = loader.configure(
-            generation,
-            {w: self._crew.descriptions[w] for w in holders},
-            routes(plan, self._crew.descriptions),
-            self._saving.positions.at(update),
-        )
-        self._configuring(served, gathering, loader.worker)
+        for worker, loader in self._crew.loaders.handles.items():
+            receivers = {w: self._crew.descriptions[w] for w in fed.receivers(worker)}
+            cursor = positions.at(update)
+            call = loader.configure(generation, receivers, fed.routes[worker], cursor)
+            self._configuring(call, gathering, worker)
 
     def _configuring(self, call: Any, gathering: _Gathering, worker: WorkerId) -> None:
         self._calls.when(
@@ -269,14 +275,14 @@ class Executor:
         return given if given and update == self._start["update"] else self._saving.root
 
     def _abort(self, generation: int, reason: str) -> None:
-        self._awaits_loader = self._gathering = None
+        self._awaits_loaders = self._gathering = None
         self._calls.drop_generation(generation, reason)
         self._vigil.ended(generation)
         self._orders.clear(generation)
         for handle in self._crew.stages.values():
             handle.abort(generation, reason)
-        if self._crew.loader is not None:
-            self._crew.loader.abort(generation, reason)
+        for loader in self._crew.loaders.handles.values():
+            loader.abort(generation, reason)
 
     def _gather(
         self,

@@ -4,7 +4,7 @@ The plain classes behind the handles know nothing of Ray.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 Address = Mapping[str, Any]
 NAMESPACE = "elastic-trainer"
 COORDINATOR = "the coordinator"
+NODE_ID_LABEL = "ray.io/node-id"  # on every node, with its id
 STAGES = "stages"  # the line of work of all stages: they wait for each other
 
 
@@ -141,7 +142,7 @@ class StageHandle:
         Call it for every living worker, idle ones as well: copies of abandoned updates go with it.
 
         Args:
-            peers: descriptions of all other living workers and of the loader.
+            peers: descriptions of all other living workers, and of the loader that feeds it.
             restore: `sources` for all layers of the plan.
             buddy: who keeps copies of this worker's snapshots, if anybody.
         """
@@ -170,18 +171,28 @@ class LoaderHandle:
     """Remote face of a Loader. Calls of the main group run one by one, in order."""
 
     def __init__(
-        self, worker: WorkerId, config: Config, private_dir: str, env: Mapping[str, str]
+        self,
+        worker: WorkerId,
+        config: Config,
+        private_dir: str,
+        env: Mapping[str, str],
+        *,
+        spread: bool = False,
+        avoid: Collection[str] = (),
     ) -> None:
+        """
+        Args:
+            spread: put it on any node, with as few other actors as may be, instead of this one.
+            avoid: ids of nodes to which it may not be spread.
+        """
         self.worker = worker
         self.line = str(worker)
+        place: dict[str, Any] = {"scheduling_strategy": "SPREAD" if spread else _this_node()}
+        if spread and avoid:
+            place["label_selector"] = apart_from(avoid)
         self._actor: Any = (
             ray.remote(**_groups(main=1, control=1))(Loader)
-            .options(
-                num_cpus=0,
-                max_restarts=0,
-                scheduling_strategy=_this_node(),
-                runtime_env=_variables(env),
-            )
+            .options(num_cpus=0, max_restarts=0, runtime_env=_variables(env), **place)
             .remote(worker, config, private_dir)
         )
 
@@ -310,6 +321,11 @@ def actor_name(run_dir: str) -> str:
 def worker_name(run_dir: str, worker: WorkerId) -> str:
     """Actor name of a stage worker of the run in this folder."""
     return f"{actor_name(run_dir)}:{worker}"
+
+
+def apart_from(nodes: Collection[str]) -> dict[str, str]:
+    """What Ray is told to keep something off the nodes with these ids."""
+    return {NODE_ID_LABEL: f"!in({','.join(sorted(nodes))})"}
 
 
 def _groups(**threads: int) -> dict[str, Any]:

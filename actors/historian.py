@@ -69,6 +69,14 @@ class Historian:
             concerns_plan=self._stage(worker) is not None,
         )
 
+    def loader_lost(
+        self, loader: WorkerId, detail: str, silent_s: float | None, *, concerns_plan: bool
+    ) -> None:
+        """A loader is lost, `silent_s` after its last sign of life."""
+        self._changed(
+            changes.LOADER_LOST, detail, loader, detect_s=silent_s, concerns_plan=concerns_plan
+        )
+
     def event(self, event: ev.Event) -> None:
         """A fact, before the core hears of it."""
         state = self._run.state
@@ -81,8 +89,6 @@ class Historian:
                     self._changed(ev.Cause.PREEMPTED, reason, worker, concerns_plan=held)
             case ev.ScaleRequested():
                 self._scaled(event)
-            case ev.LoaderLost(detail=detail):
-                self._changed(changes.LOADER_LOST, detail)
             case ev.Disturbed(generation=generation, reason=reason):
                 if generation == state.generation:
                     self._changed(changes.DISTURBED, reason)

@@ -27,14 +27,22 @@ MARGIN_S = 0.5  # beyond the time in which a silent worker is found out
 CONSEQUENCES = (TransportError, CheckpointError)  # what others, or the storage, may have caused
 
 
+class Seats(Protocol):
+    """Who feeds the stages; `Loaders` knows."""
+
+    @property
+    def handles(self) -> Mapping[WorkerId, Any]: ...
+
+
 class Losses(Protocol):
     """Parts with workers; `Crew` does."""
 
-    loader: Any
+    loaders: Seats
 
     @property
     def stages(self) -> Mapping[WorkerId, Any]: ...
     def lose(self, worker: WorkerId, reason: str) -> None: ...
+    def start_loaders(self) -> None: ...
 
 
 class Run(Protocol):
@@ -49,7 +57,7 @@ class Run(Protocol):
     def name(self, worker: WorkerId) -> str: ...
     def losing(self, worker: WorkerId, detail: str, cause: ev.Cause) -> None: ...
     def lost(self, worker: WorkerId, detail: str, cause: ev.Cause) -> None: ...
-    def loader_lost(self, detail: str) -> None: ...
+    def loader_lost(self, worker: WorkerId, detail: str, cause: ev.Cause) -> bool: ...
     def trace(self, text: str) -> None: ...
 
 
@@ -121,10 +129,12 @@ class Judge:
             self.hopeless(one_line(error, self._run.name(call.worker)))
 
     def lost(self, worker: WorkerId, detail: str, cause: ev.Cause) -> None:
-        """A worker, or the loader, is dead, or is treated as if it were."""
-        if self._crew.loader is not None and worker == self._crew.loader.worker:
+        """A worker, or a loader, is dead, or is treated as if it were."""
+        if worker in self._crew.loaders.handles:
+            needed = self._run.loader_lost(worker, detail, cause)
             self._crew.lose(worker, detail)
-            self._run.loader_lost(detail)
+            if needed:
+                self._crew.start_loaders()
         elif worker in self._crew.stages:
             self._run.losing(worker, detail, cause)
             self._crew.lose(worker, detail)

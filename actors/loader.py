@@ -1,10 +1,12 @@
-"""The loader: tokenises, packs and decodes ahead of need, and sends batches to the stages.
+"""A loader: tokenises, packs and decodes ahead of need, and sends batches to the stages.
 
 A plain class; `handles.py` makes it an actor. Its only state is the position in the data, which the
-coordinator commits; what it sends is a pure function of that position.
+coordinator commits; what it sends is a pure function of that position. Several loaders read the
+same batches, and each makes and sends only what the stages that it feeds need of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -13,7 +15,7 @@ import numpy as np
 import torch
 
 from elastic_trainer.actors.fence import Fence
-from elastic_trainer.actors.links import Edges, addresses, open_channels
+from elastic_trainer.actors.links import Edges, addresses, open_channels, own_ip
 from elastic_trainer.actors.priority import yield_to_compute
 from elastic_trainer.actors.watch import Mark
 from elastic_trainer.config import Config
@@ -46,14 +48,21 @@ class Loader:
         self._edges = Edges(self._channels, "loader")
         self._fence = Fence(worker)
         self._routes: Mapping[str, Sequence[WorkerId]] = {}
+        self._fields: frozenset[str] = frozenset()  # that are made ahead
         self._ahead: Prefetcher[Batch] | None = None
         self._window: Window | None = None
         self._eval_cache: list[Batch] | None = None
         self._mark = Mark((0, 0), "its start")
 
     def describe(self) -> Mapping[str, Any]:
-        """Address of the loader's channel."""
-        return {"role": "loader", "addresses": addresses(self._channels), "device": "loader"}
+        """Where the loader is, and the address of its channel."""
+        return {
+            "role": "loader",
+            "addresses": addresses(self._channels),
+            "device": "loader",
+            "node_ip": own_ip(),
+            "pid": os.getpid(),
+        }
 
     def ping(self) -> Mark:
         """How far the main thread is; answers whenever the process can, whatever it does."""
@@ -62,7 +71,7 @@ class Loader:
     def sample(self) -> Fields:
         """The first microbatch of the data, to profile with: field name to array."""
         self._at("the first microbatch")
-        for _, microbatches in self._open(Cursor()):
+        for _, microbatches in self._open(Cursor(), None):
             return microbatches[0]
         raise DataError(f"{self.config.data.path} holds no training batch", "Check data.path.")
 
@@ -73,19 +82,27 @@ class Loader:
         routes: Mapping[str, Sequence[WorkerId]],
         cursor: Cursor,
     ) -> None:
-        """Serve these peers from `cursor` on; `routes` says which field goes to whom."""
+        """Serve these peers from `cursor` on; `routes` says which field goes to whom. Without any
+        the loader is idle.
+        """
         self._at("configuring")
         self._fence.enter(generation, lambda: self._begin(generation))
         self._edges.connect(peers)
         self._routes = routes
+        before, self._fields = self._fields, frozenset(routes)
         ahead = self._ahead
         if ahead is not None and not ahead.failed and self._window is not None:
-            if self._window.seek(cursor):
+            if self._fields == before and self._window.seek(cursor):
                 return
         if ahead is not None:
             ahead.close(wait_s=0)  # the storage may hang: nobody waits for it here
+        if self._fields != before:
+            self._eval_cache = None
+        self._ahead = self._window = None
+        if not routes:
+            return
         self._ahead = Prefetcher(
-            self._open(cursor),
+            self._open(cursor, self._fields),
             self.config.data.prefetch_updates,
             self.config.elastic.stall_limit_s,
         )
@@ -140,13 +157,14 @@ class Loader:
     def _at(self, place: str) -> None:
         self._mark = Mark((self._mark.at[0] + 1, 0), place)
 
-    def _open(self, cursor: Cursor) -> Iterator[Batch]:
+    def _open(self, cursor: Cursor, fields: Collection[str] | None) -> Iterator[Batch]:
         return BatchStream(
             self.config,
             "train",
             update_batch_size(self.config),
             cursor,
             num_epochs=self.config.train.num_epochs,
+            fields=fields,
         )
 
     def _eval_batches(self, generation: int) -> Iterator[Batch]:
@@ -154,7 +172,9 @@ class Loader:
         if describe(self.config).num_eval_rows is None:
             return
         size = self.config.train.global_batch_size
-        stream = BatchStream(self.config, "eval", size, num_epochs=1)  # once through is enough
+        fields = self._fields
+        # Once through is enough.
+        stream = BatchStream(self.config, "eval", size, num_epochs=1, fields=fields)
         for number, batch in enumerate(islice(stream, self.config.train.eval_batches), start=1):
             self._fence.check(generation)
             yield batch

@@ -4,10 +4,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from elastic_trainer.actors.calls import Calls
 from elastic_trainer.actors.dispatch import Dispatch, Order
+from elastic_trainer.actors.handles import LoaderHandle
+from elastic_trainer.actors.loaders import Feeding, agreed
+from elastic_trainer.actors.pending import Pending
 from elastic_trainer.actors.planning import Schedules
 from elastic_trainer.actors.recorder import Recorder
 from elastic_trainer.actors.saving import Saving
@@ -17,8 +19,9 @@ from elastic_trainer.actors.workers import Crew
 from elastic_trainer.config import Config
 from elastic_trainer.elastic import events as ev
 from elastic_trainer.elastic import instructions as do
+from elastic_trainer.errors import DataError
 from elastic_trainer.schedule.segment import Segment
-from elastic_trainer.types import BatchInfo, CheckpointInfo, Plan, StageReport
+from elastic_trainer.types import BatchInfo, CheckpointInfo, Plan, StageReport, WorkerId
 
 EVAL_KEYS = 1 << 40  # keys of held-out batches, far from any update
 
@@ -29,6 +32,7 @@ class _Course:
 
     plan: Plan
     schedules: Schedules
+    feeding: Feeding
 
 
 class Orders:
@@ -60,10 +64,15 @@ class Orders:
         self._queued: dict[int, int] = {}
         self._eval_key = EVAL_KEYS
 
-    def begin(self, plan: Plan, schedules: Schedules) -> None:
+    @property
+    def serving(self) -> list[WorkerId]:
+        """Loaders that feed stages now."""
+        return [] if self._course is None else self._course.feeding.serving
+
+    def begin(self, plan: Plan, schedules: Schedules, feeding: Feeding) -> None:
         """A generation with this plan is being configured."""
         self._drop()
-        self._course = _Course(plan=plan, schedules=schedules)
+        self._course = _Course(plan=plan, schedules=schedules, feeding=feeding)
         self.snapshots.begin(plan)
 
     def clear(self, generation: int) -> None:
@@ -80,7 +89,7 @@ class Orders:
         self._queued.clear()
 
     def segment(self, instruction: do.RunSegment) -> None:
-        """Have the loader send the batches; the stages follow when it has said what they hold."""
+        """Have loaders send the batches; the stages follow when all have told what those hold."""
         first, last = instruction.first_update, instruction.last_update
         order = Order(
             kind="segment",
@@ -90,42 +99,59 @@ class Orders:
         )
 
         def prepared(batches: list[BatchInfo]) -> None:
-            order.batches = batches
             end = first + len(batches) - 1
             if end < last:
                 order.update = end
                 self._dispatch.truncate(end)
                 self._report(ev.DataEnded(generation=order.generation, update=end))
             self._saving.positions.note(batches, snapshot=order.snapshot)
-            self._dispatch.pump()
 
-        call = self._loader().prepare(order.generation, first, last - first + 1)
-        self._calls.when(call, prepared, generation=order.generation)
-        self._dispatch.add(order)
+        count = last - first + 1
+        self._prepare(
+            order, lambda loader: loader.prepare(order.generation, first, count), prepared
+        )
 
     def evaluation(self, instruction: do.Evaluate) -> None:
         """Measure the held-out loss after what was ordered so far."""
         order = Order(
             kind="evaluation", generation=instruction.generation, update=instruction.update
         )
-
-        def prepared(batches: list[BatchInfo]) -> None:
-            order.batches = batches
-            self._dispatch.pump()
-
-        call = self._loader().prepare_eval(order.generation, self._eval_key)
-        self._calls.when(call, prepared, generation=order.generation)
+        key = self._eval_key
         self._eval_key += self._config.train.eval_batches
-        self._dispatch.add(order)
+        self._prepare(order, lambda loader: loader.prepare_eval(order.generation, key))
 
     def checkpoint(self, instruction: do.SaveCheckpoint) -> None:
         """Save the state after what was ordered so far."""
         generation, update = instruction.generation, instruction.update
         self._dispatch.add(Order(kind="checkpoint", generation=generation, update=update))
 
-    def _loader(self) -> Any:
-        assert self._crew.loader is not None
-        return self._crew.loader
+    def _prepare(
+        self,
+        order: Order,
+        ask: Callable[[LoaderHandle], Pending[list[BatchInfo]]],
+        prepared: Callable[[list[BatchInfo]], None] = lambda _: None,
+    ) -> None:
+        """Queue an order that can be sent when all loaders have sent their parts of its batches."""
+        handles, answers = self._crew.loaders.handles, dict[WorkerId, list[BatchInfo]]()
+        serving = self.serving
+
+        def answered(loader: WorkerId, batches: list[BatchInfo]) -> None:
+            answers[loader] = batches
+            if len(answers) < len(serving):
+                return
+            try:
+                order.batches = agreed({w: answers[w] for w in serving})
+            except DataError as error:
+                self._report(ev.Failed(generation=order.generation, reason=str(error)))
+                return
+            prepared(order.batches)
+            self._dispatch.pump()
+
+        for loader in serving:
+            if loader in handles:  # else it was lost just now, which ends the generation
+                then = partial(answered, loader)
+                self._calls.when(ask(handles[loader]), then, generation=order.generation)
+        self._dispatch.add(order)
 
     # Orders whose turn has come.
 
@@ -160,7 +186,8 @@ class Orders:
         if train:
             self.newest = segment.last_update
         workers = [stage.worker for stage in plan.stages]
-        self._vigil.handed_out(segment, workers, self._loader().worker)
+        loader_of = course.feeding.loader_of
+        self._vigil.handed_out(segment, workers, [loader_of.get(w, "") for w in workers])
         self.snapshots.sent(segment)
         stages = self._crew.stages
         for stage in plan.stages:

@@ -24,6 +24,7 @@ HEARTBEAT_S = 5.0  # how often the status is written while nothing changes
 TEXT_FORMATS = ("text", "tokens")  # elsewhere e to the power of the loss means nothing
 MODALITIES = {"columns": "tensor", "synthetic": "synthetic"}
 WORKER_STATES = ("starting", "running", "idle", "leaving")
+LOADER_STATES = ("starting", "serving", "idle")
 ROUTINE = ("RunSegment",)  # instructions too frequent for the log of events
 STATE_NAMES = {
     Phase.STARTING: "starting",
@@ -101,6 +102,7 @@ class Recorder:
                 "num_workers": self.config.cluster.num_workers,
                 "min_workers": fewest_workers(self.config),
                 "workers": {},
+                "loaders": {},
             }
         )
         self.event("start", f"run {self._run} starts")
@@ -120,13 +122,27 @@ class Recorder:
         facts = {k: description[k] for k in ("node_ip", "pid", "device_class")}
         self.event("worker", f"{worker} joined", worker=worker, **facts)
 
+    def loader_joined(self, loader: str, description: Mapping[str, Any]) -> None:
+        """A loader has started."""
+        facts = {k: description[k] for k in ("node_ip", "pid")}
+        self.event("loader", f"{loader} joined", worker=loader, **facts)
+
     def lost(self, worker: str, detail: str, cause: str) -> None:
-        """A worker has been lost; `worker` is its name in words."""
+        """A worker, or a loader, has been lost; `worker` is its name in words."""
         self.event("lost", f"{worker} was lost: {detail}", cause=cause)
 
-    def members(self, facts: Mapping[str, Mapping[str, Any]], num_pending: int) -> None:
+    def members(
+        self,
+        facts: Mapping[str, Mapping[str, Any]],
+        num_pending: int,
+        loaders: Mapping[str, Mapping[str, Any]],
+    ) -> None:
         """Who is there, with node, stage and state, and how many rooms are asked for."""
-        shown = {"workers": {w: dict(f) for w, f in facts.items()}, "pending_workers": num_pending}
+        shown = {
+            "workers": {w: dict(f) for w, f in facts.items()},
+            "pending_workers": num_pending,
+            "loaders": {w: dict(f) for w, f in loaders.items()},
+        }
         if shown == self._members:
             return
         self._members = shown
@@ -134,6 +150,8 @@ class Recorder:
         self.metrics.observe_workers(
             {"pending": num_pending, **{state: states[state] for state in WORKER_STATES}}
         )
+        at_loaders = Counter(f["state"] for f in loaders.values())
+        self.metrics.observe_loaders({state: at_loaders[state] for state in LOADER_STATES})
         self.record.write_status(shown)
 
     def limits(self, fewest: int, most: int) -> None:
@@ -265,6 +283,7 @@ class Recorder:
                 "checkpoint": result.checkpoint,
                 "metrics_address": None,
                 "workers": {},
+                "loaders": {},
             }
         )
         self.event("end", f"{result.status}: {result.reason}", update=result.update)

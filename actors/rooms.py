@@ -16,10 +16,8 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from elastic_trainer.actors.handles import actor_name
+from elastic_trainer.actors.handles import actor_name, apart_from
 from elastic_trainer.actors.pending import Pending
-
-NODE_ID_LABEL = "ray.io/node-id"  # on every node, with its id
 
 
 class Room:
@@ -34,7 +32,7 @@ class Room:
         cls, run_dir: str, resources: Mapping[str, float], avoid: Collection[str] = ()
     ) -> "Room":
         """Ask the cluster for room, on none of the nodes with the ids in `avoid`; never waits."""
-        apart = [{NODE_ID_LABEL: f"!in({','.join(sorted(avoid))})"}] if avoid else None
+        apart = [apart_from(avoid)] if avoid else None
         name = f"{_name(run_dir)}:{secrets.token_hex(4)}"  # Ray wants different ones
         group = placement_group([dict(resources)], name=name, bundle_label_selector=apart)
         return cls(group, resources)

@@ -35,7 +35,9 @@ class Site(Protocol):
     def clear_away(self, keep: Collection[str]) -> None: ...
     def start_stage(self, worker: WorkerId, room: Room) -> StageHandle: ...
     def find_stage(self, worker: WorkerId) -> StageHandle | None: ...
-    def start_loader(self, worker: WorkerId) -> LoaderHandle: ...
+    def start_loader(
+        self, worker: WorkerId, *, spread: bool, avoid: Collection[str]
+    ) -> LoaderHandle: ...
 
 
 class RaySite:
@@ -112,8 +114,19 @@ class RaySite:
         except ValueError:
             return None
 
-    def start_loader(self, worker: WorkerId) -> LoaderHandle:
-        return LoaderHandle(worker, self.config, self.private_dir, _environment(1))
+    def start_loader(
+        self, worker: WorkerId, *, spread: bool, avoid: Collection[str]
+    ) -> LoaderHandle:
+        """Start a loader: on this node, or on any one.
+
+        Args:
+            spread: any, with as few other actors as may be.
+            avoid: ids of nodes to which it is not spread, unless there are no others.
+        """
+        if avoid and all(node.node_id in avoid for node in self.nodes()):
+            avoid = ()
+        env = _environment(1)
+        return LoaderHandle(worker, self.config, self.private_dir, env, spread=spread, avoid=avoid)
 
 
 def private_folder(key: str) -> str:

@@ -176,7 +176,7 @@ class StageWorker:
 
         Args:
             plan: the plan; its generation fences everything older.
-            peers: descriptions of all other living workers and of the loader.
+            peers: descriptions of all other living workers, and of the loader that feeds it.
             restore: which state to take over, and where each layer of the plan is.
             buddy: who keeps copies of this worker's snapshots.
         """
@@ -191,7 +191,8 @@ class StageWorker:
             self._edges.connect(
                 {w: d for w, d in peers.items() if w in colleagues or d.get("role") == "loader"}
             )
-            self._loader = next(w for w, d in peers.items() if d.get("role") == "loader")
+            loaders = (w for w, d in peers.items() if d.get("role") == "loader")
+            self._loader = next(loaders, "")  # none where the stage needs no data
             layers = plan.layers[mine.first : mine.stop]
             gathered = gather(layers, restore, self._state, self._at)
         self._take_over(plan, mine, restore, gathered)

@@ -83,7 +83,7 @@ class Succession:
             state.evaluated,
             self.limits,
             self._crew.next_worker,
-            self._crew.next_loader,
+            self._crew.loaders.next_number,
             tuple(self._crew.berths),
             len(self._crew.avoided),
         )
@@ -104,7 +104,7 @@ class Succession:
                     for worker, berth in self._crew.berths.items()
                 },
                 "next_worker": self._crew.next_worker,
-                "next_loader": self._crew.next_loader,
+                "next_loader": self._crew.loaders.next_number,
                 "departures": self._departures.facts(),
                 "positions": self._saving.positions.facts(),
                 "recorder": self._recorder.facts(),
@@ -140,7 +140,8 @@ class Succession:
         self._executor.newest = found["newest"]
         self._historian.restore(found["history"])
         self._historian.begin(TAKEN_OVER, committed, plan)
-        self._crew.next_worker, self._crew.next_loader = found["next_worker"], found["next_loader"]
+        self._crew.next_worker = found["next_worker"]
+        self._crew.loaders.next_number = found["next_loader"]
         self.inherited = frozenset(found["workers"])
         for worker, (room_id, resources, node_id) in found["workers"].items():
             if not self._crew.adopt(worker, room_id, resources, node_id, self._find_s):

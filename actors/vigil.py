@@ -10,7 +10,7 @@ from elastic_trainer.actors.planning import longest_action_s
 from elastic_trainer.actors.pulse import ASKS_PER_LIMIT, Pulse
 from elastic_trainer.actors.watch import Mark, Watch
 from elastic_trainer.config import Config
-from elastic_trainer.schedule.culprit import LOADER, find_culprits
+from elastic_trainer.schedule.culprit import fed, find_culprits
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.types import Plan, WorkerId
 
@@ -38,11 +38,11 @@ class Standstill:
 
 @dataclass(frozen=True, slots=True)
 class _HandedOut:
-    """A segment, who works on each stage, and who has reported."""
+    """A segment, who works on each stage, who feeds each stage, and who has reported."""
 
     segment: Segment
     workers: tuple[WorkerId, ...]
-    loader: WorkerId
+    loaders: tuple[WorkerId, ...]
     reported: set[WorkerId] = field(default_factory=set)
 
     @property
@@ -66,7 +66,8 @@ class _HandedOut:
                 if standing.waits_for is not None:
                     waiting[stage] = standing.waits_for
         found = find_culprits(self.segment.actions, progress, waiting)
-        return [self.loader if s == LOADER else self.workers[s] for s in found] or self.missing
+        named = (self.workers[s] if s >= 0 else self.loaders[fed(s)] for s in found)
+        return list(dict.fromkeys(named)) or self.missing
 
 
 class Vigil:
@@ -136,9 +137,11 @@ class Vigil:
         if line != worker:
             self._lease(worker)
 
-    def handed_out(self, segment: Segment, workers: Sequence[WorkerId], loader: WorkerId) -> None:
-        """A segment was given to these workers, in the order of its stages."""
-        self._handed_out.append(_HandedOut(segment, tuple(workers), loader))
+    def handed_out(
+        self, segment: Segment, workers: Sequence[WorkerId], loaders: Sequence[WorkerId]
+    ) -> None:
+        """A segment was given to these workers, which these loaders feed, stage by stage."""
+        self._handed_out.append(_HandedOut(segment, tuple(workers), tuple(loaders)))
 
     def reported(self, segment: Segment, worker: WorkerId) -> None:
         """A worker has done its part of a segment."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from elastic_trainer.actors.calls import Calls
 from elastic_trainer.actors.handles import LoaderHandle, StageHandle
+from elastic_trainer.actors.loaders import Loaders
 from elastic_trainer.actors.resources import Resources, bundles, next_bundle, no_room
 from elastic_trainer.actors.rooms import Room
 from elastic_trainer.actors.site import Site
@@ -39,7 +40,7 @@ class Run(Protocol):
 
 
 class Crew:
-    """The actors of one run: stage workers, spares and newcomers among them, and the loader.
+    """The actors of one run: stage workers, spares and newcomers among them, and loaders.
 
     Args:
         config: the resolved configuration.
@@ -59,10 +60,10 @@ class Crew:
     ) -> None:
         self.config = config
         self.descriptions: dict[WorkerId, Description] = {}
-        self.loader: LoaderHandle | None = None
+        self.loaders = Loaders(config, site, calls, self.descriptions, start_limit_s, run)
         self.fewest = fewest_workers(config)  # needed to train
         self.avoided: set[str] = set()  # ids of nodes that are about to go
-        self.next_worker = self.next_loader = 0  # names are never used twice
+        self.next_worker = 0  # names are never used twice
         self._site = site
         self._calls = calls
         self._start_limit_s = start_limit_s
@@ -97,8 +98,7 @@ class Crew:
 
     def members(self) -> list[StageHandle | LoaderHandle]:
         """All living actors."""
-        loader = [self.loader] if self.loader is not None else []
-        return [*self.stages.values(), *loader]
+        return [*self.stages.values(), *self.loaders.handles.values()]
 
     def on_nodes(self, node_ids: Collection[str]) -> list[WorkerId]:
         """Living workers there."""
@@ -141,14 +141,9 @@ class Crew:
             "Ask for fewer --workers or smaller cluster.resources_per_worker, or add nodes.",
         )
 
-    def start_loader(self) -> None:
-        """Start the loader; another one if there was one before."""
-        worker = f"loader-{self.next_loader}"
-        self.next_loader += 1
-        self.loader = self._site.start_loader(worker)
-        self._calls.ask(
-            self.loader.describe(), partial(self._described, worker), limit_s=self._start_limit_s
-        )
+    def start_loaders(self) -> None:
+        """Start the loaders that are missing."""
+        self.loaders.start(self.avoided)
 
     def adopt(
         self, worker: WorkerId, room_id: str, resources: Resources, node_id: str, limit_s: float
@@ -225,13 +220,12 @@ class Crew:
     # Going.
 
     def lose(self, worker: WorkerId, reason: str) -> None:
-        """Part with a worker, or the loader, that is dead or must not live.
+        """Part with a worker, or a loader, that is dead or must not live.
 
         Its process may still run on a node that cannot be reached: it finds its generation over.
         """
-        if self.loader is not None and worker == self.loader.worker:
-            self.loader.kill()
-            self.loader = None
+        if worker in self.loaders.handles:
+            self.loaders.lose(worker)
         elif (berth := self._berths.pop(worker, None)) is not None:
             _end(berth)
         else:
@@ -263,8 +257,8 @@ class Crew:
                 pending.get(max(0.1, deadline - time.monotonic()))
             except Exception:  # noqa: BLE001, S112 - it is dead or wedged: what follows settles it
                 continue
-        if self.loader is not None:
-            self.loader.kill()
+        for loader in self.loaders.handles.values():
+            loader.kill()
         for berth in (*self._berths.values(), *(berth for berth, _ in self._leaving.values())):
             _end(berth)
         try:

@@ -1,6 +1,6 @@
 """The endless stream of batches: a pure function of the configuration and a cursor."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class BatchStream:
         *,
         first_update: int = 1,
         num_epochs: int | None = None,
+        fields: Collection[str] | None = None,
     ) -> None:
         """Open the dataset.
 
@@ -42,6 +43,8 @@ class BatchStream:
             cursor: where to begin; the start of the first epoch by default.
             first_update: number of the update that the first batch is for.
             num_epochs: stop at the end of this many epochs, counted from epoch 0; None: never.
+            fields: make only these, all by default; which samples a batch holds and what is said of
+                it does not depend on that.
         """
         check_split(split)
         if batch_size < 1 or config.pipeline.microbatch_size < 1:
@@ -54,6 +57,7 @@ class BatchStream:
         self._batch_size = batch_size
         self._microbatch_size = config.pipeline.microbatch_size
         self._num_epochs = num_epochs
+        self._fields = fields
         self._update = first_update
         self.cursor = cursor or Cursor()
 
@@ -68,7 +72,7 @@ class BatchStream:
             samples[start : start + self._microbatch_size]
             for start in range(0, len(samples), self._microbatch_size)
         ]
-        fields = [_stack(part) for part in parts]
+        fields = [_stack(part, self._fields) for part in parts]
         info = BatchInfo(
             update=self._update,
             microbatches=tuple(_describe(part) for part in parts),
@@ -94,9 +98,11 @@ def _describe(samples: Sequence[Sample]) -> MicrobatchInfo:
     )
 
 
-def _stack(samples: Sequence[Sample]) -> Fields:
+def _stack(samples: Sequence[Sample], wanted: Collection[str] | None) -> Fields:
     stacked: Fields = {}
     for name, first in samples[0].fields.items():
+        if wanted is not None and name not in wanted:
+            continue
         arrays = [sample.fields[name] for sample in samples]
         for sample, array in zip(samples, arrays, strict=True):
             if array.shape != first.shape:

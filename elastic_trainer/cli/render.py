@@ -75,6 +75,7 @@ def status(story: Mapping[str, Any], as_json: bool) -> None:
         "metrics": _metrics_url(story),
         "warning": story.get("warning") or "–",
         "workers": _workers(story),
+        "loaders": _loaders(story),
         "folder": story["run_dir"],
     }
     stages = story["plan"].get("stages", ())
@@ -104,6 +105,18 @@ def _workers(story: Mapping[str, Any]) -> str:
     nodes = len({facts["node"] for facts in there.values() if facts["node"]})
     more = f" ({', '.join(parts)})" if parts else ""
     return f"{len(there)} of {wanted}{more} on {nodes} node{'' if nodes == 1 else 's'}"
+
+
+def _loaders(story: Mapping[str, Any]) -> str:
+    """How many there are, in which states, and where, if there are several."""
+    there = story.get("loaders") or {}
+    if len(there) < 2 or not story["alive"]:
+        return "–"
+    states = Counter(facts["state"] for facts in there.values())
+    idle = [f"{states[s]} {s}" for s in ("starting", "idle") if states[s]]
+    nodes = len({facts["node"] for facts in there.values() if facts["node"]})
+    more = f" ({', '.join(idle)})" if idle else ""
+    return f"{len(there)}{more} on {nodes} node{'' if nodes == 1 else 's'}"
 
 
 def runs(found: Sequence[Mapping[str, Any]], storage: Path, as_json: bool) -> None:

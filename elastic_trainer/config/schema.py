@@ -72,7 +72,12 @@ class DataConfig:
         None, "A `tokenizer.json`; null takes the one that lies beside the dataset."
     )
     sequence_length: int = _doc(128, "Tokens per packed sequence.")
-    prefetch_updates: int = _doc(4, "Updates whose batches the loader prepares ahead of need.")
+    prefetch_updates: int = _doc(4, "Updates whose batches each loader prepares ahead of need.")
+    num_loaders: int = _doc(
+        1,
+        "Loaders. Each reads the data and makes what some of the stages need of it, on their nodes "
+        "where that can be.",
+    )
     shuffle: bool = _doc(True, "Whether each epoch has its own order of rows.")
 
 

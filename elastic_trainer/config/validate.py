@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 LIMITS: dict[str, tuple[float, float | None]] = {
     "data.sequence_length": (1, None),
     "data.prefetch_updates": (1, None),
+    "data.num_loaders": (1, None),
     "train.global_batch_size": (1, None),
     "train.max_steps": (1, None),
     "train.num_epochs": (1, None),

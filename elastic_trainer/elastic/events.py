@@ -59,8 +59,10 @@ class ScaleRequested(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderLost(Event):
-    """The loader is gone; another one is being started."""
+    """A loader is gone; another one is being started. `node` is empty if it was not known yet."""
 
+    worker: WorkerId
+    node: str
     detail: str
 
 

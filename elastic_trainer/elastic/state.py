@@ -113,8 +113,9 @@ class State(Course):
         match event:
             case ev.WorkerLost():
                 return self._on_lost(event, now)
-            case ev.LoaderLost():
-                return self._disturbed(f"the loader was lost: {event.detail}", now)
+            case ev.LoaderLost(worker=loader, node=node):
+                name = f"{loader} (node {node})" if node else loader
+                return self._disturbed(f"{name} was lost: {event.detail}", now)
             case ev.WorkersDraining():
                 return self._on_draining(event, now)
             case ev.StopRequested():

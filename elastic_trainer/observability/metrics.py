@@ -32,6 +32,10 @@ class RunMetrics:
         """How many workers are in which state (pending, starting, running, idle, leaving)."""
         self._store.replace(series.WORKERS, {(state,): n for state, n in counts.items()})
 
+    def observe_loaders(self, counts: Mapping[str, int]) -> None:
+        """How many loaders are in which state (starting, serving, idle)."""
+        self._store.replace(series.LOADERS, {(state,): n for state, n in counts.items()})
+
     def observe_queue(self, stage: int, num_segments: int) -> None:
         """Segments that a stage was given and has not finished."""
         self._store.set(series.QUEUE_DEPTH, num_segments, str(stage))

@@ -81,6 +81,7 @@ PEAK_LIVE = _gauge("stage_peak_activations", "Most microbatches alive at once.",
 PEAK_BYTES = _gauge("stage_peak_activation_bytes", "Most bytes of live activations.", "stage")
 QUEUE_DEPTH = _gauge("stage_queue_depth", "Segments handed out and not yet done.", "stage")
 WORKERS = _gauge("workers", "Workers of the run.", "state")
+LOADERS = _gauge("loaders", "Loaders of the run.", "state")
 STALENESS = _gauge("stage_staleness_updates", "Updates by which gradients were late.", "stage")
 CHECKPOINT_UPDATE = _gauge("checkpoint_last_update", "Update of the newest checkpoint.")
 CHECKPOINT_BYTES = _gauge("checkpoint_last_bytes", "Size of the newest checkpoint.")

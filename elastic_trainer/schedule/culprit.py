@@ -5,21 +5,23 @@ one whose action at hand has all its inputs, and which does not act. Sends are b
 never waits, so only F, B, REDUCE, OPT and TIE have inputs from other stages.
 
 How far each stage is tells nearly all. Where it does not, the stages must say themselves whether
-they wait, and for whom: inside REDUCE, which all stages enter, and for batches of the loader.
+they wait, and for whom: inside REDUCE, which all stages enter, and for batches of their loader.
 """
 
 from collections.abc import Mapping, Sequence
 
 from elastic_trainer.schedule.actions import RECEIVES, Action, ActionLists, Kind
 
-LOADER = -1  # in place of a stage: the batches come from it
+LOADER = -1  # in place of a stage that is waited for: batches come from a loader
 _ROOT = 0  # the stage that collects the norms of a REDUCE and answers all others
 
 
 def find_culprits(
     actions: ActionLists, progress: Sequence[int], waiting: Mapping[int, int] | None = None
 ) -> list[int]:
-    """Stages that hold up the rest, earliest in dependency order first; LOADER may be among them.
+    """Stages that hold up the rest, earliest in dependency order first.
+
+    In place of a stage stands `fed(s)` where it is the loader of stage s.
 
     Empty if all have finished, and never otherwise. Stages that could act come before those that
     are to blame only because a message of theirs was sent and did not arrive.
@@ -35,6 +37,11 @@ def find_culprits(
     senders = _senders_of(lost)
     ordered = [*search.sort(idle), *search.sort(senders)]
     return list(dict.fromkeys(ordered))
+
+
+def fed(culprit: int) -> int:
+    """In place of a stage, the loader that feeds it; and the stage that such a one feeds."""
+    return LOADER - culprit
 
 
 class _Search:
@@ -63,7 +70,7 @@ class _Search:
             if sender is None:
                 idle[stage] = stage
             elif sender == LOADER:
-                idle.setdefault(LOADER, stage)
+                idle[fed(stage)] = stage
             else:
                 lost[sender, stage] = stage
         return idle, lost

@@ -1,4 +1,4 @@
-"""Stage workers and a loader of one process, over real sockets, without Ray.
+"""Stage workers and loaders of one process, over real sockets, without Ray.
 
 A thread stands for each worker's compute group; the caller plays the coordinator.
 """
@@ -15,7 +15,8 @@ from torch import Tensor
 
 from elastic_trainer.actors import links, loader, stage_worker
 from elastic_trainer.actors.loader import Loader
-from elastic_trainer.actors.planning import Schedules, routes
+from elastic_trainer.actors.loaders import Feeding, agreed, feeding
+from elastic_trainer.actors.planning import Schedules
 from elastic_trainer.actors.stage_worker import StageWorker
 from elastic_trainer.config import Config
 from elastic_trainer.models.registry import load_model, ties
@@ -33,7 +34,6 @@ from elastic_trainer.types import (
 
 T = TypeVar("T")
 WAIT_S = 60.0
-LOADER = "loader-0"
 
 
 class ThreadedCrew:
@@ -49,6 +49,8 @@ class ThreadedCrew:
         self.config = config
         self.model = load_model(config)
         self.stages: dict[WorkerId, StageWorker] = {}
+        self.loaders: dict[WorkerId, Loader] = {}
+        self.feeding: Feeding | None = None
         self.plan: Plan | None = None
         self.committed = 0
         self.cursors = {0: Cursor()}
@@ -63,16 +65,33 @@ class ThreadedCrew:
         enter(mock.patch.object(links, "own_ip", lambda: "127.0.0.1"))
         enter(mock.patch.object(stage_worker, "own_ip", lambda: "127.0.0.1"))
         enter(mock.patch.object(stage_worker, "_own_device", lambda: torch.device("cpu")))
+        enter(mock.patch.object(loader, "own_ip", lambda: "127.0.0.1"))
         enter(mock.patch.object(loader, "yield_to_compute", lambda: None))
         enter(mock.patch.object(stage_worker, "leave", lambda *_: None))  # the process is a test's
-        self.loader = Loader(LOADER, self.config, self._folder)
+        for number in range(self.config.data.num_loaders):
+            self.start_loader(f"loader-{number}")
         return self
 
     def __exit__(self, *_: object) -> None:
         for worker in list(self.stages):
             self.stop(worker)
-        self.loader.close()
+        for feeder in self.loaders.values():
+            feeder.close()
         self._patches.close()
+
+    @property
+    def loader(self) -> Loader:
+        """The first loader."""
+        return next(iter(self.loaders.values()))
+
+    def start_loader(self, worker: WorkerId, instead_of: WorkerId | None = None) -> None:
+        """Start a loader; it takes the place of another one, which dies, if one is named."""
+        if instead_of is not None:
+            self.loaders[instead_of].close()
+        new = Loader(worker, self.config, self._folder)
+        kept = [(w, old) for w, old in self.loaders.items() if w != instead_of]
+        place = list(self.loaders).index(instead_of) if instead_of else len(kept)
+        self.loaders = dict([*kept[:place], (worker, new), *kept[place:]])
 
     def start(self, *workers: WorkerId) -> None:
         """Start these workers."""
@@ -92,9 +111,11 @@ class ThreadedCrew:
         return self._pools[worker].submit(getattr(self.stages[worker], method), *args)
 
     def peers(self, worker: WorkerId) -> dict[WorkerId, Mapping[str, Any]]:
-        """Descriptions of everybody but `worker`."""
+        """Descriptions of all other stage workers, and of the loader that feeds this one."""
         everybody = {w: stage.describe() for w, stage in self.stages.items()}
-        everybody[LOADER] = self.loader.describe()
+        feeder = self.feeding.loader_of.get(worker, "") if self.feeding is not None else ""
+        if feeder in self.loaders:
+            everybody[feeder] = self.loaders[feeder].describe()
         return {w: self._apart(w, d) for w, d in everybody.items() if w != worker}
 
     def make_plan(
@@ -122,14 +143,17 @@ class ThreadedCrew:
     ) -> dict[WorkerId, ConfigureReport]:
         """Bring everybody, idle workers too, into the plan's generation."""
         restore = Restore(update=update, sources=sources, root=root)
+        described = {w: self._apart(w, stage.describe()) for w, stage in self.stages.items()}
+        loaders = {w: self._apart(w, feeder.describe()) for w, feeder in self.loaders.items()}
+        self.feeding = fed = feeding(plan, described, loaders)
         calls = {
             w: self.call(w, "configure", plan, self.peers(w), restore, (buddies or {}).get(w))
             for w in self.stages
         }
-        described = {w: self._apart(w, stage.describe()) for w, stage in self.stages.items()}
-        members = {s.worker: described[s.worker] for s in plan.stages}
-        where = routes(plan, described)
-        self.loader.configure(plan.generation, members, where, self.cursors[update])
+        for worker, feeder in self.loaders.items():
+            receivers = {w: described[w] for w in fed.receivers(worker)}
+            cursor = self.cursors[update]
+            feeder.configure(plan.generation, receivers, fed.routes[worker], cursor)
         reports = {w: call.result(WAIT_S) for w, call in calls.items()}
         self.plan, self.committed = plan, update
         return reports
@@ -151,9 +175,10 @@ class ThreadedCrew:
         )
 
     def prepare(self, num_updates: int) -> list[BatchInfo]:
-        """Have the loader send the next batches."""
-        assert self.plan is not None
-        batches = self.loader.prepare(self.plan.generation, self.committed + 1, num_updates)
+        """Have the loaders send the next batches."""
+        assert self.plan is not None and self.feeding is not None
+        work = self.plan.generation, self.committed + 1, num_updates
+        batches = agreed({w: self.loaders[w].prepare(*work) for w in self.feeding.serving})
         self.cursors.update({batch.update: batch.end for batch in batches})
         return batches
 

@@ -86,6 +86,7 @@ class FakeStage:
         self.before: _Copy | None = None
         self.copies: dict[WorkerId, list[_Copy]] = {}
         self.buddy: WorkerId | None = None
+        self.loaders: list[WorkerId] = []  # that feed it
         self.compute: deque[FakeCall] = deque()
         self.segment: Segment | None = None
         self.stored = -1
@@ -111,9 +112,9 @@ class FakeStage:
                 "memory_bytes": None,
                 "layers": self.site.layers,
                 "ties": [],
-                "input_fields": [],
-                "label_fields": [],
-                "batch_fields": [[] for _ in self.site.layers],
+                "input_fields": ["inputs"],
+                "label_fields": ["labels"],
+                "batch_fields": [[f"of {name}"] for name in self.site.layers],
                 "profile_facts": {},
             }
         )
@@ -144,6 +145,7 @@ class FakeStage:
         def answer() -> ConfigureReport:
             self.generation = plan.generation
             mine = next((s for s in plan.stages if s.worker == self.worker), None)
+            self.loaders = [w for w, d in peers.items() if d.get("role") == "loader"]
             names = plan.layers[mine.first : mine.stop] if mine else ()
             self.site.plan = plan
             layers = {n: self.site.state_of(n, restore, self) for n in names}
@@ -196,6 +198,7 @@ class FakeStage:
         layers = dict(self.live.layers)
         for batch in segment.batches:
             samples = [s for m in batch.microbatches for s in m.sample_ids]
+            self._receive(segment.generation, batch.update, samples)
             layers = {n: digest(state, batch.update, samples) for n, state in layers.items()}
         self.live = _Copy(segment.last_update, layers)
         if segment.snapshot:
@@ -205,6 +208,14 @@ class FakeStage:
                 if keeper is not None and not keeper.is_dead:
                     keeper.copies[self.worker] = [*keeper.copies.get(self.worker, []), copy][-2:]
             self.stored = segment.last_update
+
+    def _receive(self, generation: int, update: int, samples: Sequence[str]) -> None:
+        """What it was sent of a batch: all that it needs, once, by its one loader."""
+        assert self.live is not None
+        (loader,) = self.loaders
+        received = self.site.sent.pop((generation, update, self.worker))
+        (fields,) = (what for who, what, ids in received if (who, ids) == (loader, tuple(samples)))
+        assert len(received) == 1 and {f"of {name}" for name in self.live.layers} <= set(fields)
 
     def save(self, generation: int, update: int, root: str) -> FakeCall:
         def answer() -> Any:
@@ -234,13 +245,15 @@ class FakeStage:
 
 
 class FakeLoader:
-    """The loader, and its handle: sample i of the data is called `i`."""
+    """A loader, and its handle: sample i of the data is called `i`."""
 
-    def __init__(self, site: "FakeSite", worker: WorkerId) -> None:
-        self.worker, self.line, self.site = worker, worker, site
+    def __init__(self, site: "FakeSite", worker: WorkerId, node: Node) -> None:
+        self.worker, self.line, self.site, self.node = worker, worker, site, node
         self.is_dead = self.is_frozen = False
         self.generation = self.over = 0
         self.row = 0
+        self.shift = 0  # of the data that it reads, which all should read alike
+        self.routes: Mapping[str, Sequence[WorkerId]] = {}
         self.compute: deque[FakeCall] = deque()
 
     def _compute(self, answer: Callable[[], Any], generation: int | None = None) -> FakeCall:
@@ -254,7 +267,7 @@ class FakeLoader:
         return call
 
     def describe(self) -> FakeCall:
-        return self._compute(lambda: {"role": "loader"})
+        return self._compute(lambda: {"role": "loader", "node_ip": self.node.ip, "pid": 1})
 
     def ping(self) -> FakeCall:
         call = FakeCall(self, f"{self.worker} control", lambda: Mark((self.site.turn, 0), ""))
@@ -270,12 +283,26 @@ class FakeLoader:
 
     def configure(self, generation: int, peers: Any, routes: Any, cursor: Cursor) -> FakeCall:
         def answer() -> None:
-            self.generation, self.row = generation, cursor.row
+            assert set(peers) == {w for workers in routes.values() for w in workers}
+            self.generation, self.row, self.routes = generation, cursor.row, routes
 
         return self._compute(answer)
 
     def prepare(self, generation: int, first: int, count: int) -> FakeCall:
-        return self._compute(lambda: list(self._batches(first, count)), generation)
+        def answer() -> list[BatchInfo]:
+            batches = list(self._batches(first, count))
+            for batch in batches:
+                self._send(generation, batch)
+            return batches
+
+        return self._compute(answer, generation)
+
+    def _send(self, generation: int, batch: BatchInfo) -> None:
+        samples = tuple(s for m in batch.microbatches for s in m.sample_ids)
+        for worker in dict.fromkeys(w for workers in self.routes.values() for w in workers):
+            fields = [name for name, workers in self.routes.items() if worker in workers]
+            sent = self.site.sent.setdefault((generation, batch.update, worker), [])
+            sent.append((self.worker, fields, samples))
 
     def _batches(self, first: int, count: int) -> Iterator[BatchInfo]:
         for update in range(first, first + count):
@@ -283,7 +310,8 @@ class FakeLoader:
                 return
             micros = []
             for _ in range(self.site.num_microbatches):
-                ids = tuple(str(i) for i in range(self.row, self.row + SAMPLES))
+                row = self.row + self.shift
+                ids = tuple(str(i) for i in range(row, row + SAMPLES))
                 self.row += SAMPLES
                 micros.append(
                     MicrobatchInfo(num_samples=SAMPLES, num_tokens=8, num_valid=8, sample_ids=ids)
@@ -358,7 +386,9 @@ class FakeSite:
         self.places = places
         self.num_microbatches, self.num_samples = num_microbatches, num_samples
         self.stages: dict[WorkerId, FakeStage] = {}
-        self.loader: FakeLoader | None = None
+        self.loaders: dict[WorkerId, FakeLoader] = {}
+        # By generation, update and stage worker: loaders, with the fields and samples they sent.
+        self.sent: dict[tuple[int, int, WorkerId], list[tuple[WorkerId, list[str], Any]]] = {}
         self.rooms: list[FakeRoom] = []
         self.rooms_of: dict[WorkerId, FakeRoom] = {}
         self.asked: list[tuple[FakeRoom, FakeCall]] = []
@@ -425,9 +455,15 @@ class FakeSite:
         found = self.stages.get(worker)
         return None if found is None or found.is_dead else found
 
-    def start_loader(self, worker: WorkerId) -> Any:
-        self.loader = FakeLoader(self, worker)
-        return self.loader
+    def start_loader(self, worker: WorkerId, *, spread: bool, avoid: Collection[str]) -> Any:
+        assert worker not in self.loaders, f"{worker} is used twice"
+        nodes = self.nodes()
+        if spread:
+            nodes = [n for n in nodes if n.node_id not in avoid]
+            load = [loader.node for loader in self.loaders.values() if not loader.is_dead]
+            nodes.sort(key=load.count)
+        self.loaders[worker] = FakeLoader(self, worker, nodes[0])
+        return self.loaders[worker]
 
     # The world.
 
@@ -446,7 +482,7 @@ class FakeSite:
             if not (call.actor.is_frozen or call.actor.is_dead):
                 call.run()
         self.control = [c for c in self.control if c.actor.is_frozen]
-        actors: list[Actor] = [*self.stages.values(), *([self.loader] if self.loader else [])]
+        actors: list[Actor] = [*self.stages.values(), *self.loaders.values()]
         for actor in actors:
             if not (actor.is_frozen or actor.is_dead):
                 self._work(actor)
@@ -535,6 +571,9 @@ class FakeSite:
 
     def alive(self) -> list[WorkerId]:
         return [w for w, stage in self.stages.items() if not stage.is_dead]
+
+    def alive_loaders(self) -> list[WorkerId]:
+        return [w for w, loader in self.loaders.items() if not loader.is_dead]
 
 
 def digest(state: str, update: int, samples: Sequence[str]) -> str:

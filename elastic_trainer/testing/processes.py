@@ -65,6 +65,12 @@ def worker_pids(run_dir: Path) -> dict[str, int]:
     return {e["worker"]: e["pid"] for e in events}
 
 
+def loader_pids(run_dir: Path) -> dict[str, int]:
+    """Process of each loader, from the run's story."""
+    events = [e for e in read_events(run_dir) if e["kind"] == "loader"]
+    return {e["worker"]: e["pid"] for e in events}
+
+
 def all_pids(run_dir: Path) -> list[int]:
     """The coordinator's process and the stage workers'."""
     return [read_status(run_dir)["pid"], *worker_pids(run_dir).values()]

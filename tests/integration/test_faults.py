@@ -92,7 +92,7 @@ def test_a_wedged_worker(cluster: Cluster, tmp_path: Path, culprit: str) -> None
     assert took_s < 5.0 + 15.0, "the limit, and a few seconds to clear away"
     told = {
         "stage-1": r"worker stage-1 \(stage 1, node .*\) was lost .* has not answered for [345] s",
-        "loader-0": r"the loader was lost: it has not answered for [56] s",
+        "loader-0": r"loader-0 \(node .*\) was lost: it has not answered for [56] s",
     }[culprit]
     assert re.search(told, result.reason.splitlines()[0])
 

@@ -29,6 +29,7 @@ from elastic_trainer.errors import (
 from elastic_trainer.observability.runs import (
     read_audit,
     read_events,
+    read_membership,
     read_status,
     read_updates,
 )
@@ -109,6 +110,13 @@ class World:
         self.site.stages[worker].is_dead = True
         return worker
 
+    def kill_loader(self, place: int) -> str:
+        """SIGKILL of one of the loaders."""
+        alive = self.site.alive_loaders()
+        worker = alive[place % len(alive)]
+        self.site.loaders[worker].is_dead = True
+        return worker
+
     def crash(self) -> None:
         """End the coordinator's process as SIGKILL does; `again` starts the next one."""
         old = {id(thing) for thing in (*self.site.stages.values(), *self.site.rooms)}
@@ -118,7 +126,8 @@ class World:
     def again(self) -> RunResult:
         self.coordinator.recorder.record.close()
         self.site.obeys = None
-        self.site.loader = None  # it ends with its coordinator
+        for loader in self.site.loaders.values():
+            loader.is_dead = True  # loaders end with their coordinator
         self.site.control.clear()
         for stage in self.site.stages.values():
             for call in stage.compute:
@@ -249,16 +258,89 @@ def test_a_silent_worker_is_lost_when_its_lease_has_run_out(tmp_path: Path) -> N
     assert world.site.stages[frozen[0]].is_dead, "its process is ended where it can be reached"
 
 
-def test_a_lost_loader_is_replaced(tmp_path: Path) -> None:
-    world = World(tmp_path, config("2"))
+@pytest.mark.parametrize(("num_loaders", "place"), [(1, 0), (2, 0), (2, 1), (5, 2)])
+def test_a_lost_loader_is_replaced(tmp_path: Path, num_loaders: int, place: int) -> None:
+    world = World(tmp_path, config("3:3", f"data.num_loaders={num_loaders}"))
+    killed: list[str] = []
+    world.at(10, lambda: killed.append(world.kill_loader(place)))
+    assert_undisturbed(world, world.run())
+    assert list(world.site.loaders) == [f"loader-{i}" for i in range(num_loaders + 1)]
+    (lost,) = [e for e in read_events(world.run_dir) if e["kind"] == "lost"]
+    assert lost["message"].startswith(f"{killed[0]} (node 10.0.0.") and lost["cause"] == "crashed"
+    change = read_membership(world.run_dir)[-1]
+    assert (change["cause"], change["worker"]) == ("loader_lost", killed[0])
+    assert change["node"].startswith("10.0.0.") and change["outcome"] == "committed"
+    labels = world.coordinator.recorder.metrics.state()["counters"]["membership_changes_total"]
+    assert [["loader_lost"], 1.0] in labels
+
+
+def test_an_idle_loader_is_missed_only_by_the_next_plan(tmp_path: Path) -> None:
+    settings = config("2:2", "data.num_loaders=4", "elastic.max_failures=0")
+    world = World(tmp_path, settings)
+    seen: list[list[str]] = []
+    world.site.hooks.append(lambda: time.sleep(0.005))  # so that it is asked before the end
+    world.at(6, lambda: world.kill_loader(3))
+
+    def scale() -> None:
+        if world.events("lost") and not seen:
+            seen.append(world.site.alive_loaders())
+            world.coordinator.scale(4, 4)
+
+    world.site.hooks.append(scale)
+    assert_undisturbed(world, world.run())
+    assert seen == [["loader-0", "loader-1", "loader-2"]], "nobody takes its place"
+    assert set(world.site.loaders["loader-4"].routes), "four stages need four loaders"
+    changes = {c["cause"]: c["outcome"] for c in read_membership(world.run_dir)}
+    assert changes["loader_lost"] == "no_new_plan" and len(world.plans()) == 2
+
+
+def test_a_silent_loader_is_replaced(tmp_path: Path) -> None:
+    settings = config("2:2", "data.num_loaders=2", "elastic.stall_limit_s=1")
+    world = World(tmp_path, settings)
+
+    def freeze() -> None:
+        world.site.loaders["loader-1"].is_frozen = True
+
+    world.site.hooks.append(lambda: time.sleep(0.02))  # so that it is asked before
+    world.at(10, freeze)
+    assert_undisturbed(world, world.run())
+    (lost,) = [e for e in read_events(world.run_dir) if e["kind"] == "lost"]
+    assert lost["cause"] == "lease_expired" and lost["message"].startswith("loader-1 (node ")
+
+
+def test_the_other_loaders_keep_what_they_do(tmp_path: Path) -> None:
+    """The successor has the place of the lost one: nobody else makes other fields than before."""
+    world = World(tmp_path, config("3:3", "data.num_loaders=3"))
+    before: dict[str, set[str]] = {}
 
     def kill() -> None:
-        assert world.site.loader is not None
-        world.site.loader.is_dead = True
+        before.update({w: set(loader.routes) for w, loader in world.site.loaders.items()})
+        world.kill_loader(0)
 
     world.at(10, kill)
     assert_undisturbed(world, world.run())
-    assert world.site.loader is not None and world.site.loader.worker == "loader-1"
+    loaders = world.site.loaders
+    assert set(loaders["loader-3"].routes) == before.pop("loader-0")
+    assert {w: set(loaders[w].routes) for w in before} == before
+
+
+def test_a_loader_that_reads_other_data_ends_the_run(tmp_path: Path) -> None:
+    world = World(tmp_path, config("2:2", "data.num_loaders=2"))
+    world.at(10, lambda: setattr(world.site.loaders["loader-1"], "shift", 2))
+    result = world.run()
+    assert result.status == "failed"
+    assert "loader-1 reads other data than loader-0: they differ in the batch of" in result.reason
+    assert "data.path must lead to the same files on all nodes" in result.reason
+
+
+def test_the_status_shows_loaders(tmp_path: Path) -> None:
+    world = World(tmp_path, config("2:2", "data.num_loaders=3"))
+    seen: list[dict[str, Any]] = []
+    world.at(20, lambda: seen.append(read_status(world.run_dir)["loaders"]))
+    world.run()
+    assert [facts["state"] for facts in seen[0].values()] == ["serving", "serving", "idle"]
+    assert len({facts["node"] for facts in seen[0].values()}) == 3
+    assert read_status(world.run_dir)["loaders"] == {}
 
 
 @pytest.mark.parametrize("budget", [0, 2])
@@ -527,6 +609,7 @@ def play(folder: Path, seed: int) -> None:
     if dice.random() < 0.3:
         settings += ["pipeline.schedule=async_1f1b", "pipeline.commit_every=4"]
         num_microbatches = 1
+    settings.append(f"data.num_loaders={dice.randint(1, 3)}")
     site = {"places": 6, "num_microbatches": num_microbatches}
     world = World(folder, config("1:4", *settings), **site)
     actions: Sequence[Callable[[], Any]] = (
@@ -535,7 +618,7 @@ def play(folder: Path, seed: int) -> None:
         lambda: world.coordinator.scale(1, dice.randint(1, 4)),
         lambda: setattr(world.site, "places", dice.randint(1, 6)),
         lambda: world.coordinator.drain(f"10.0.0.{dice.randrange(2)}", 60.0),
-        lambda: setattr(world.site.loader, "is_dead", True),
+        lambda: world.kill_loader(dice.randrange(3)),
         world.crash,
     )
     for _ in range(dice.randint(2, 8)):

@@ -175,13 +175,13 @@ def test_no_room_in_time_is_said_once_at_the_start_only(
 
 def test_the_end_leaves_nothing(tmp_path: Path) -> None:
     world = World(tmp_path, places=2)
-    world.crew.start_loader()
+    world.crew.start_loaders()
     world.crew.want(3)
     world.pass_time()
     world.crew.dismiss(["stage-1"])
     world.crew.close(1.0)
     assert world.site.alive() == [] and all(room.is_released for room in world.site.rooms)
-    assert world.site.loader is not None and world.site.loader.is_dead
+    assert world.site.loaders and world.site.alive_loaders() == []
 
 
 def test_what_earlier_trainers_left_is_cleared_away(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What failed calls, silent workers and standing work mean."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,7 +55,8 @@ class World:
         self.taking_stock = False
         self.has_trained = True
         self.stages: dict[str, Any] = {"stage-0": None, "stage-1": None}
-        self.loader: Any = Call("loader-0")
+        self.loaders: Any = SimpleNamespace(handles={"loader-0": None, "loader-1": None})
+        self.idle: set[str] = set()
         self.facts: list[ev.Event] = []
         self.told: list[str] = []
         self.vigil = Watcher()
@@ -76,14 +78,20 @@ class World:
     def lost(self, worker: str, detail: str, cause: ev.Cause) -> None:
         self.facts.append(ev.WorkerLost(worker=worker, detail=detail, cause=cause))
 
-    def loader_lost(self, detail: str) -> None:
-        self.facts.append(ev.LoaderLost(detail=detail))
+    def loader_lost(self, worker: str, detail: str, cause: ev.Cause) -> bool:
+        assert worker in self.loaders.handles, "what is known of it is still known"
+        self.facts.append(ev.LoaderLost(worker=worker, node="", detail=detail))
+        return worker not in self.idle
+
+    def start_loaders(self) -> None:
+        self.told.append(f"others than {sorted(self.loaders.handles)}")
 
     def trace(self, text: str) -> None:
         self.told.append(text)
 
     def lose(self, worker: str, reason: str) -> None:
         self.stages.pop(worker, None)
+        self.loaders.handles.pop(worker, None)
 
     def fail(self, worker: str, error: Exception, generation: int | None = 3) -> None:
         call: Any = Call(worker)
@@ -120,7 +128,13 @@ def test_a_dead_worker_is_lost_whatever_its_call_was_for() -> None:
 def test_a_dead_loader() -> None:
     world = World()
     world.fail("loader-0", WorkerLostError("gone"))
-    assert world.facts == [ev.LoaderLost(detail="gone")]
+    assert world.facts == [ev.LoaderLost(worker="loader-0", node="", detail="gone")]
+    assert world.told == ["others than ['loader-1']"]
+    world.idle.add("loader-1")
+    world.fail("loader-1", WorkerLostError("gone"))
+    assert len(world.facts) == 2 and len(world.told) == 1, "nobody misses it"
+    world.fail("loader-0", WorkerLostError("gone"))
+    assert len(world.facts) == 2
 
 
 def test_a_dismissed_worker_is_no_loss() -> None:

@@ -20,6 +20,7 @@ STALL_S, LEASE_S, START_S = 8.0, 2.0, 30.0
 
 STAGES = "stages"
 WORKERS = ("stage-7", "stage-1")  # of the stages 0 and 1
+LOADERS = ("loader-0", "loader-4")
 LISTS = build("1f1b", 2, [4])
 
 
@@ -82,7 +83,7 @@ def hand_out(vigil: Vigil, segment: Segment) -> list[Call]:
     calls = [Call(worker) for worker in WORKERS]
     for call in calls:
         vigil.sent(call)
-    vigil.handed_out(segment, WORKERS, "loader-0")
+    vigil.handed_out(segment, WORKERS, LOADERS)
     return calls
 
 
@@ -348,6 +349,16 @@ def test_a_missing_batch_is_the_loader_s_fault(vigil: Vigil, clock: Clock) -> No
     clock.now += vigil.work_limit_s + 0.5
     told = vigil.stalled(name)
     assert told is not None and told.wedged and told.workers == ("loader-0",)
+
+
+def test_the_loader_of_the_stage_that_waits_is_named(vigil: Vigil, clock: Clock) -> None:
+    segment = make_segment(4)
+    hand_out(vigil, segment)
+    tell(vigil, 0, segment, place_of("0B0"), 1)
+    tell(vigil, 1, segment, place_of("1F0"), LOADER)
+    clock.now += vigil.work_limit_s + 0.5
+    told = vigil.stalled(name)
+    assert told is not None and told.wedged and told.workers == ("loader-4",)
 
 
 def test_who_gives_up_waiting_is_not_to_blame(vigil: Vigil, clock: Clock) -> None:

@@ -153,7 +153,7 @@ def make_trouble(trouble: Trouble, choose: random.Random, fewest: int = 1) -> No
         lambda: trouble.drain(index, choose.choice([None, 1.0, 15.0, 60.0])),
         lambda: trouble.scale(low, choose.randint(low, 5)),
         lambda: trouble.disturb(choose.choice([0, 0, 1])),
-        lambda: trouble.sim.tell(ev.LoaderLost(detail="it is gone")),
+        lambda: trouble.sim.tell(ev.LoaderLost(worker="loader-0", node="", detail="it is gone")),
         lambda: trouble.sim.pass_time(choose.choice([1.0, 5.0, 31.0])),
         lambda: trouble.repeat(index),
         lambda: setattr(trouble.sim, "capacity", choose.randint(0, 7)),
@@ -233,7 +233,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule()
     def lose_the_loader(self) -> None:
-        self.trouble.sim.tell(ev.LoaderLost(detail="it is gone"))
+        self.trouble.sim.tell(ev.LoaderLost(worker="loader-0", node="", detail="it is gone"))
 
     @rule(seconds=st.floats(0.0, 40.0))
     def pass_time(self, seconds: float) -> None:

@@ -140,7 +140,7 @@ def test_without_any_copy_the_newest_checkpoint_is_taken_and_the_loss_is_said() 
 
 def test_nobody_moves_when_only_the_loader_was_lost() -> None:
     sim = run(cluster(), stages=3)
-    sim.tell(ev.LoaderLost(detail="out of memory"))
+    sim.tell(ev.LoaderLost(worker="loader-0", node="n", detail="out of memory"))
     assert isinstance(sim.log[-1], do.TakeStock), "the plan is known"
     run(sim, stages=3)
     assert names(sim) == ["stage-1", "stage-2", "stage-3"]

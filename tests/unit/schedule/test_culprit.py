@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from elastic_trainer.schedule.actions import RECEIVES, Action, ActionLists, Kind
 from elastic_trainer.schedule.build import build, forward_only, is_asynchronous
-from elastic_trainer.schedule.culprit import LOADER, find_culprits
+from elastic_trainer.schedule.culprit import LOADER, fed, find_culprits
 from elastic_trainer.testing.standstill import Play
 
 NAMES = ("gpipe", "1f1b", "async_1f1b")
@@ -99,7 +99,9 @@ def test_the_loader_is_named_where_a_batch_is_missing(
     lists = data.draw(st.sampled_from(list(schedules(name, num_stages, count))))
     play = Play(lists, batch=data.draw(st.integers(0, 2 * count - 1))).run()
     assert LOADER in play.waiting.values()
-    assert find_culprits(lists, play.progress, play.waiting) == [LOADER]
+    (stage,) = [s for s, whom in play.waiting.items() if whom == LOADER]
+    assert find_culprits(lists, play.progress, play.waiting) == [fed(stage)]
+    assert fed(fed(stage)) == stage and fed(stage) < 0
 
 
 @given(st.sampled_from(NAMES), st.integers(2, 8), st.integers(1, 8), st.data())
@@ -195,5 +197,5 @@ def test_by_hand() -> None:
     ends = [len(row) for row in lists]
     assert find_culprits(lists, [5, f1, ends[2]]) == [1], "stage 2 did all that it could"
     assert find_culprits(lists, [0, 0, 0]) == [0], "the others have not begun for want of input"
-    assert find_culprits(lists, [0, 0, 0], {0: LOADER}) == [LOADER]
+    assert find_culprits(lists, [0, 0, 0], {0: LOADER}) == [fed(0)]
     assert find_culprits(lists, ends) == []
