@@ -258,8 +258,8 @@ class Executor:
         for worker, loader in self._crew.loaders.handles.items():
             receivers = {w: self._crew.descriptions[w] for w in fed.receivers(worker)}
             cursor = positions.at(update)
-            call = loader.configure(generation, receivers, fed.routes[worker], cursor)
-            self._configuring(call, gathering, worker)
+            served = loader.configure(generation, receivers, fed.routes[worker], cursor)
+            self._configuring(served, gathering, worker)
 
     def _configuring(self, call: Any, gathering: _Gathering, worker: WorkerId) -> None:
         self._calls.when(

@@ -37,8 +37,8 @@ class Seats(Protocol):
 class Losses(Protocol):
     """Parts with workers; `Crew` does."""
 
-    loaders: Seats
-
+    @property
+    def loaders(self) -> Seats: ...
     @property
     def stages(self) -> Mapping[WorkerId, Any]: ...
     def lose(self, worker: WorkerId, reason: str) -> None: ...

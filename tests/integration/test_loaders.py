@@ -32,7 +32,7 @@ from elastic_trainer.testing.toys import assert_same_states
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
-NUM_UPDATES = 120
+NUM_UPDATES = 80
 CONFIG = {
     "model": {
         "name": "gpt",

@@ -42,16 +42,18 @@ class Hint(nn.Module):
         return y
 
 
-def hinted_gpt() -> ModelSpec:
+def hinted_gpt(vocab_size: int) -> ModelSpec:
     """All three stages of its even plan need data."""
-    model = gpt(vocab_size=31, num_layers=3, dim=8, num_heads=2, max_positions=6, dropout=0.0)
+    model = gpt(
+        vocab_size=vocab_size, num_layers=3, dim=8, num_heads=2, max_positions=6, dropout=0.0
+    )
     layer = LayerSpec("hint", Hint, batch_fields=("input_ids",))
     return replace(model, layers=(*model.layers[:2], layer, *model.layers[2:]))
 
 
 def settings(num_loaders: int) -> Config:
     sections: dict[str, Mapping[str, Any]] = {
-        "model": {"target": f"{__name__}:hinted_gpt"},
+        "model": {"target": "this_module:hinted_gpt", "args": {"vocab_size": 31}},
         "data": {"format": "synthetic", "sequence_length": 6, "num_loaders": num_loaders},
         "train": {"global_batch_size": 4, "max_steps": 20, "max_grad_norm": 0.2},
         "pipeline": {"microbatch_size": 2},
@@ -154,7 +156,9 @@ def test_loaders_must_agree() -> None:
 def test_a_stage_without_data_has_no_loader() -> None:
     config = settings(1)
     plan = even_plan(
-        load_model(with_settings(config, model={"name": "emulated", "target": None})), 3, "1f1b"
+        load_model(with_settings(config, model={"name": "emulated", "target": None, "args": {}})),
+        3,
+        "1f1b",
     )
     told = {
         "node_ip": "a",
