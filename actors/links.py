@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 
 from elastic_trainer.config import Config
 from elastic_trainer.transport.channel import Channel
@@ -14,14 +13,21 @@ from elastic_trainer.transport.inbox import BufferedChannel
 from elastic_trainer.transport.zmq_channel import ZmqChannel
 from elastic_trainer.types import WorkerId
 
+if TYPE_CHECKING:  # the loader does without
+    import torch
+
 Channels = dict[str, Channel]
 Description = Mapping[str, Any]
 
 
 def open_channels(
-    worker: WorkerId, config: Config, private_dir: str, device: torch.device
+    worker: WorkerId, config: Config, private_dir: str, device: "torch.device | None"
 ) -> Channels:
-    """The channels of one actor, by name: ZeroMQ always, torch.distributed where configured."""
+    """The channels of one actor, by name: ZeroMQ always, torch.distributed where configured.
+
+    Args:
+        device: where received tensors go; None: it only sends, and needs no torch.
+    """
     node_ip = own_ip()
     channels: Channels = {
         "zmq": ZmqChannel(
@@ -29,10 +35,10 @@ def open_channels(
             private_dir=Path(private_dir),
             bind_ip=node_ip,
             encryption=config.transport.encryption == "on",
-            device=device,
+            device="cpu" if device is None else device,
         )
     }
-    if config.transport.channel == "torch":
+    if config.transport.channel == "torch" and device is not None:
         from elastic_trainer.transport.torch_channel import TorchChannel
 
         channels["torch"] = TorchChannel(

@@ -2,7 +2,8 @@
 
 A plain class; `handles.py` makes it an actor. Its only state is the position in the data, which the
 coordinator commits; what it sends is a pure function of that position. Several loaders read the
-same batches, and each makes and sends only what the stages that it feeds need of them.
+same batches, and each makes and sends only what the stages that it feeds need of them. Its process
+loads no torch: fields are arrays until they are at a stage.
 """
 
 import os
@@ -12,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 
 from elastic_trainer.actors.fence import Fence
 from elastic_trainer.actors.links import Edges, addresses, open_channels, own_ip
@@ -25,7 +25,7 @@ from elastic_trainer.data.prefetch import Prefetcher
 from elastic_trainer.data.window import Batch, Fields, Window
 from elastic_trainer.errors import DataError
 from elastic_trainer.schedule.build import is_asynchronous
-from elastic_trainer.transport.channel import Message, Tag
+from elastic_trainer.transport.channel import Arrays, Tag
 from elastic_trainer.types import BatchInfo, Cursor, WorkerId
 
 
@@ -40,11 +40,10 @@ class Loader:
     """Serves one run's training and held-out batches."""
 
     def __init__(self, worker: WorkerId, config: Config, private_dir: str) -> None:
-        torch.set_num_threads(1)
         yield_to_compute()
         self.worker = worker
         self.config = config
-        self._channels = open_channels(worker, config, private_dir, torch.device("cpu"))
+        self._channels = open_channels(worker, config, private_dir, None)
         self._edges = Edges(self._channels, "loader")
         self._fence = Fence(worker)
         self._routes: Mapping[str, Sequence[WorkerId]] = {}
@@ -186,8 +185,8 @@ class Loader:
             tag = replace(first, microbatch=index)
             for peer in dict.fromkeys(p for peers in self._routes.values() for p in peers):
                 names = [name for name, peers in self._routes.items() if peer in peers]
-                tensors = [torch.from_numpy(np.ascontiguousarray(fields[n])) for n in names]
-                self._edges.exchange.send(peer, tag, Message(tensors, {"fields": names}))
+                arrays = [np.asarray(fields[name]) for name in names]
+                self._edges.exchange.send(peer, tag, Arrays(arrays, {"fields": names}))
 
 
 def _numbered(info: BatchInfo, update: int) -> BatchInfo:

@@ -16,13 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from elastic_trainer.errors import ModelError
-from elastic_trainer.models.arguments import nearest, require_positive
+from elastic_trainer.models import outline
 from elastic_trainer.models.layers import LayerSpec, ModelSpec
 
 Array = np.ndarray[Any, np.dtype[Any]]
 FLOAT_BYTES = 4
-COSTS = ("forward_s", "backward_s", "activation_bytes")
 MAX_DEBT_S = 0.05
 
 
@@ -180,15 +178,15 @@ def emulated(
     A profile is a mapping with any of forward_s, backward_s, activation_bytes; what it leaves out
     comes from the arguments of the same name. All are for a microbatch of `microbatch_size`.
     """
-    require_positive("emulated", num_layers=num_layers, microbatch_size=microbatch_size)
-    common = {
+    common: dict[str, Any] = {
         "forward_s": forward_s,
         "backward_s": backward_s,
         "activation_bytes": activation_bytes,
     }
+    outline.emulated(
+        layers=layers, num_layers=num_layers, microbatch_size=microbatch_size, **common
+    )
     profiles = [{}] * num_layers if layers is None else list(layers)
-    if not profiles:
-        raise ModelError("emulated: layers is an empty list", "Set model.args.layers or num_layers")
     specs = [
         LayerSpec(
             f"layers.{i}",
@@ -200,19 +198,7 @@ def emulated(
 
 
 def _costs(index: int, profile: Mapping[str, Any], common: Mapping[str, Any]) -> Costs:
-    where = f"emulated: layer {index}"
-    if not isinstance(profile, Mapping):
-        raise ModelError(f"{where} is {profile!r}, a mapping is needed", f"Give {', '.join(COSTS)}")
-    for name in profile:
-        if name not in COSTS:
-            raise ModelError(f"{where} has no cost {name!r} ({nearest(str(name), COSTS)})")
-    values = {**common, **profile}
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise ModelError(
-                f"{where}: {name} is {value!r}, a number of 0 or more is needed",
-                "Correct model.args",
-            )
+    values = outline.emulated_costs(index, profile, common)
     return Costs(
         forward_s=float(values["forward_s"]),
         backward_s=float(values["backward_s"]),

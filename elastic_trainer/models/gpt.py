@@ -10,12 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_trainer.errors import ModelError
-from elastic_trainer.models.arguments import (
-    require_choice,
-    require_fraction,
-    require_heads,
-    require_positive,
-)
+from elastic_trainer.models import outline
 from elastic_trainer.models.layers import HuggingFaceLayout, LayerSpec, ModelSpec
 from elastic_trainer.models.losses import cross_entropy
 
@@ -135,17 +130,15 @@ def gpt(
     gelu: str = "tanh",
 ) -> ModelSpec:
     """A decoder-only language model of `num_layers` blocks."""
-    require_positive(
-        "gpt",
+    outline.gpt(
         vocab_size=vocab_size,
         num_layers=num_layers,
         dim=dim,
         num_heads=num_heads,
         max_positions=max_positions,
+        dropout=dropout,
+        gelu=gelu,
     )
-    require_heads("gpt", dim, num_heads)
-    require_fraction("gpt", dropout=dropout)
-    require_choice("gpt", "gelu", gelu, tuple(GELU_APPROXIMATION))
     block = partial(Block, dim, num_heads, dropout=dropout, gelu=gelu, num_blocks=num_layers)
     layers = [
         LayerSpec("embed", partial(Embed, vocab_size, max_positions, dim, dropout)),

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from elastic_trainer.models.arguments import require_choice, require_fraction, require_positive
+from elastic_trainer.models import outline
 from elastic_trainer.models.layers import LayerSpec, ModelSpec
 from elastic_trainer.models.losses import default_loss
 
@@ -41,15 +41,14 @@ def mlp(
     dropout: float = 0.0,
 ) -> ModelSpec:
     """`num_layers` dense layers; classes for integer labels, regression for others."""
-    require_positive(
-        "mlp",
+    outline.mlp(
         input_dim=input_dim,
         output_dim=output_dim,
         hidden_dim=hidden_dim,
         num_layers=num_layers,
+        activation=activation,
+        dropout=dropout,
     )
-    require_fraction("mlp", dropout=dropout)
-    require_choice("mlp", "activation", activation, tuple(ACTIVATIONS))
     widths = [input_dim, *[hidden_dim] * (num_layers - 1), output_dim]
     last = num_layers - 1
     layers = [

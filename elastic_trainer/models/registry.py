@@ -20,13 +20,11 @@ from elastic_trainer.errors import ElasticTrainerError, ModelError
 from elastic_trainer.models.arguments import check_arguments, nearest
 from elastic_trainer.models.layers import LayerSpec, ModelSpec, init_key, seeded, ties
 from elastic_trainer.models.losses import CheckedLoss, default_loss
+from elastic_trainer.models.outline import NAMES, check_name, check_reduction, shipped_arguments
 
 __all__ = ["SHIPPED", "load_model", "load_target", "ties"]
 
-SHIPPED = {
-    name: f"elastic_trainer.models.{name}:{name}"
-    for name in ("gpt", "vit", "mlp", "emulated", "hf")
-}
+SHIPPED = {name: f"elastic_trainer.models.{name}:{name}" for name in NAMES}
 
 
 def load_model(config: Config) -> ModelSpec:
@@ -49,17 +47,9 @@ def load_model(config: Config) -> ModelSpec:
 
 def _shipped_model(config: Config) -> ModelSpec:
     name = config.model.name
-    if name not in SHIPPED:
-        raise ModelError(
-            f"There is no model {name!r} ({nearest(name, tuple(SHIPPED))})",
-            "Correct model.name, or set model.target to your own",
-        )
+    check_name(name)
     function = load_target(SHIPPED[name], "model.name")
-    args = dict(config.model.args)
-    if name == "gpt":
-        args.setdefault("max_positions", config.data.sequence_length)
-    if name == "emulated":
-        args.setdefault("microbatch_size", config.pipeline.microbatch_size)
+    args = shipped_arguments(config)
     check_arguments(f"Model {name!r}", function, args)
     spec = function(**args)
     assert isinstance(spec, ModelSpec)
@@ -150,10 +140,7 @@ def _prebuilt(items: Sequence[tuple[str, nn.Module]], what: str) -> tuple[LayerS
 
 def _loss(config: Config, spec: ModelSpec) -> CheckedLoss:
     reduction = config.loss.reduction
-    if reduction not in ("sum", "mean"):
-        raise ModelError(
-            f"loss.reduction is {reduction!r}", "Set it to sum or mean, whichever your loss returns"
-        )
+    check_reduction(reduction)
     if config.loss.target is None:
         name = getattr(spec.loss, "__name__", type(spec.loss).__name__)
         return CheckedLoss(spec.loss, name, spec.label_fields)

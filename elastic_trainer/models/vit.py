@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from elastic_trainer.errors import ModelError
-from elastic_trainer.models.arguments import require_fraction, require_heads, require_positive
+from elastic_trainer.models import outline
 from elastic_trainer.models.gpt import INIT_STD, Block
 from elastic_trainer.models.layers import LayerSpec, ModelSpec
 from elastic_trainer.models.losses import cross_entropy
@@ -64,8 +64,7 @@ def vit(
     dropout: float = 0.0,
 ) -> ModelSpec:
     """An image classifier of `num_layers` blocks."""
-    require_positive(
-        "vit",
+    outline.vit(
         num_classes=num_classes,
         image_size=image_size,
         patch_size=patch_size,
@@ -73,14 +72,8 @@ def vit(
         num_layers=num_layers,
         dim=dim,
         num_heads=num_heads,
+        dropout=dropout,
     )
-    require_heads("vit", dim, num_heads)
-    require_fraction("vit", dropout=dropout)
-    if image_size % patch_size:
-        raise ModelError(
-            f"vit: image_size {image_size} does not divide into patches of {patch_size}",
-            "Change model.args.patch_size",
-        )
     block = partial(
         Block, dim, num_heads, dropout=dropout, gelu="exact", causal=False, num_blocks=num_layers
     )

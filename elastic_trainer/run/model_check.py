@@ -1,4 +1,4 @@
-"""The check of the model in a process of its own, beside the start of Ray.
+"""The check of a user's own model in a process of its own, beside the start of Ray.
 
 It needs torch, and a process that loads torch does little else meanwhile. The process reads the
 configuration as JSON and answers with one line of JSON: the number of layers, or an error.
@@ -14,7 +14,7 @@ from elastic_trainer import errors
 from elastic_trainer.config import Config, load_config, to_mapping
 from elastic_trainer.errors import ElasticTrainerError, ModelError
 from elastic_trainer.run.cluster import add_working_folder
-from elastic_trainer.run.prepare import check_model, leaves_model_to_workers
+from elastic_trainer.run.prepare import check_model, must_run_code
 
 MARK = "model-check:"  # a model's own module may print, too
 
@@ -22,7 +22,7 @@ MARK = "model-check:"  # a model's own module may print, too
 class ModelCheck:
     """The check, under way; `result` waits for it.
 
-    Where torch is loaded already, or nothing is to be checked, it is done at once and here.
+    Where torch is loaded already or not needed, it is done at once and here.
 
     Raises:
         ElasticTrainerError: what `check_model` finds wrong, if it was done at once.
@@ -32,7 +32,7 @@ class ModelCheck:
         self._config = config
         self._process: subprocess.Popen[str] | None = None
         self._num_layers: int | None = None
-        if "torch" in sys.modules or leaves_model_to_workers(config):
+        if "torch" in sys.modules or not must_run_code(config):
             self._num_layers = check_model(config)
             return
         self._process = subprocess.Popen(  # noqa: S603 - this program

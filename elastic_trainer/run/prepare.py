@@ -19,6 +19,7 @@ from elastic_trainer.config import (
 )
 from elastic_trainer.data.info import describe
 from elastic_trainer.errors import CheckpointError, ConfigError, PlanError, RunError
+from elastic_trainer.models import outline
 from elastic_trainer.observability.record import CONFIG_FILE, is_alive, new_run_name
 from elastic_trainer.observability.runs import is_run
 from elastic_trainer.run.cluster import resolve_address
@@ -191,6 +192,12 @@ def leaves_model_to_workers(config: Config) -> bool:
     return is_hf or resolve_address(config.cluster.address) != "local"
 
 
+def must_run_code(config: Config) -> bool:
+    """Whether a user's own code must be loaded to look at the model; raises nothing."""
+    is_own = config.model.target is not None or config.loss.target is not None
+    return is_own and not leaves_model_to_workers(config)
+
+
 def check_model(config: Config) -> int | None:
     """Refuse what the workers would refuse, before there are any.
 
@@ -202,9 +209,11 @@ def check_model(config: Config) -> int | None:
     """
     if leaves_model_to_workers(config):
         return None
-    from elastic_trainer.models.registry import load_model  # torch: takes seconds to load
+    num_layers, fewest = outline.num_layers(config), fewest_workers(config)
+    if num_layers is None:
+        from elastic_trainer.models.registry import load_model  # torch: takes seconds to load
 
-    num_layers, fewest = len(load_model(config).layers), fewest_workers(config)
+        num_layers = len(load_model(config).layers)
     if fewest > num_layers:
         raise PlanError(
             f"{fewest} stages, but the model has only {num_layers} layers",

@@ -8,11 +8,14 @@ and dropped from the buffer, so that nothing sent before a failure can reach the
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import numpy as np
 
 from elastic_trainer.types import WorkerId
+
+if TYPE_CHECKING:  # who only sends arrays does without torch
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,19 @@ class Tag:
 class Message:
     """Tensors of any number, dtype and shape, and facts about them that fit into JSON."""
 
-    tensors: list[Tensor]
+    tensors: "list[Tensor]"
     meta: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Arrays:
+    """A message of numpy arrays; it arrives as a `Message` of tensors."""
+
+    arrays: "list[np.ndarray[Any, Any]]"
+    meta: dict[str, Any] = field(default_factory=dict)
+
+
+Outgoing = Message | Arrays
 
 
 class Channel(ABC):
@@ -60,10 +74,10 @@ class Channel(ABC):
         """Forget `peer` and what it sent; it cannot connect again until `connect` allows it."""
 
     @abstractmethod
-    def send(self, peer: WorkerId, tag: Tag, message: Message) -> None:
+    def send(self, peer: WorkerId, tag: Tag, message: Outgoing) -> None:
         """Take a copy of the message and pass it on; never waits for the peer.
 
-        The tensors may be changed as soon as this returns.
+        Its tensors or arrays may be changed as soon as this returns.
 
         Raises:
             FencedError: the tag belongs to an older generation than this channel.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from elastic_trainer.errors import TransportError
-from elastic_trainer.transport.channel import Channel, Message, Tag
+from elastic_trainer.transport.channel import Channel, Message, Outgoing, Tag
 from elastic_trainer.types import WorkerId
 
 
@@ -46,7 +46,7 @@ class Exchange:
     def disconnect(self, peer: WorkerId) -> None:
         self._edge(peer).disconnect(peer)
 
-    def send(self, peer: WorkerId, tag: Tag, message: Message) -> None:
+    def send(self, peer: WorkerId, tag: Tag, message: Outgoing) -> None:
         self._edge(peer).send(peer, tag, message)
 
     def recv(self, peer: WorkerId, tag: Tag, timeout_s: float) -> Message:

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from elastic_trainer.errors import TransportError
-from elastic_trainer.transport import codec
-from elastic_trainer.transport.channel import Message, Tag
+from elastic_trainer.transport import codec, tensors
+from elastic_trainer.transport.channel import Message, Outgoing, Tag
 from elastic_trainer.transport.inbox import BufferedChannel
 from elastic_trainer.types import WorkerId
 
@@ -84,12 +82,13 @@ class InProcessChannel(BufferedChannel):
     def disconnect(self, peer: WorkerId) -> None:
         self._inbox.forget(peer)
 
-    def send(self, peer: WorkerId, tag: Tag, message: Message) -> None:
+    def send(self, peer: WorkerId, tag: Tag, message: Outgoing) -> None:
         self._inbox.check(tag, f"send to {peer}")
         # Through bytes as on a real wire, so that a test sees what would not travel.
-        header = codec.decode_header(codec.encode_header(self.worker, tag, message))
-        frames = [memoryview(bytearray(codec.host_bytes(t))) for t in message.tensors]
-        copies = codec.read_tensors(header, frames, torch.device("cpu"))
+        first, *rest = codec.encode(self.worker, tag, message)
+        header = codec.decode_header(bytes(first))
+        frames = [memoryview(bytearray(frame)) for frame in rest]
+        copies = tensors.read_tensors(header, frames, "cpu")
         self._bytes_sent += sum(map(len, frames))
         self._network.deliver(self.worker, peer, tag, Message(copies, header.meta))
 

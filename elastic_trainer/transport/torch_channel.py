@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from elastic_trainer.errors import StallError, TransportError
-from elastic_trainer.transport import codec
-from elastic_trainer.transport.channel import Message, Tag
+from elastic_trainer.transport import codec, tensors
+from elastic_trainer.transport.channel import Message, Outgoing, Tag
 from elastic_trainer.transport.zmq_channel import ZmqChannel
 from elastic_trainer.types import WorkerId
 
@@ -145,6 +145,7 @@ class TorchChannel(ZmqChannel):
             encryption=encryption,
             device=device,
         )
+        self._device: torch.device = torch.device(device)
         self._bind_ip = bind_ip
         self._timeout = timedelta(seconds=timeout_s)
         self._outgoing: dict[WorkerId, tuple[str, _Edge]] = {}
@@ -174,8 +175,9 @@ class TorchChannel(ZmqChannel):
             raise TransportError(f"not a torch address of {peer}")
         super().connect(peer, {**address, "channel": "zmq"})
 
-    def send(self, peer: WorkerId, tag: Tag, message: Message) -> None:
+    def send(self, peer: WorkerId, tag: Tag, message: Outgoing) -> None:
         self._inbox.check(tag, f"send to {peer}")
+        given = tensors.as_message(message)
         if peer not in self._peers:
             raise TransportError(f"{self.worker} is not connected to {peer}")
         if peer not in self._outgoing:
@@ -183,11 +185,12 @@ class TorchChannel(ZmqChannel):
             edge = self._edge(name, _SENDER, self._peers[peer][0]["store"])
             self._outgoing[peer] = (name, edge)
         name, edge = self._outgoing[peer]
-        facts = {"edge": name, "meta": message.meta}
-        header = codec.encode_header(self.worker, tag, Message(message.tensors, facts))
+        facts = {"edge": name, "meta": given.meta}
+        shapes = tensors.shapes_of(given.tensors)
+        header = codec.encode_header(self.worker, tag, shapes, facts)
         copies = [
             tensor.detach().to(self._device).clone(memory_format=torch.contiguous_format)
-            for tensor in message.tensors
+            for tensor in given.tensors
         ]
         self._post(peer, tag, [header])
         edge.put(_Transfer(tag, copies, self._now(), lambda: None))
@@ -219,7 +222,8 @@ class TorchChannel(ZmqChannel):
     def _arrive(self, header: codec.Header, buffers: Sequence[codec.Frame]) -> None:
         try:
             name, meta = header.meta["edge"], header.meta["meta"]
-            tensors = [torch.empty(s, dtype=d, device=self._device) for d, s in header.shapes]
+            types = tensors.TYPES
+            into = [torch.empty(s, dtype=types[d], device=self._device) for d, s in header.shapes]
         except (KeyError, RuntimeError, OverflowError, TypeError) as error:
             raise TransportError(f"{header.tag} has a malformed header: {error!r}") from error
         current, edge = self._incoming.get(header.sender, ("", None))
@@ -231,9 +235,9 @@ class TorchChannel(ZmqChannel):
             own_store = {"ip": self._bind_ip, "port": self._store_port}
             edge = self._edge(name, _RECEIVER, own_store)
             self._incoming[header.sender] = (name, edge)
-        done = partial(self._deliver, header, Message(tensors, meta))
+        done = partial(self._deliver, header, Message(into, meta))
         # Also when its generation is over: the group hands out tensors in the order of sending.
-        edge.put(_Transfer(header.tag, tensors, self._now(), done))
+        edge.put(_Transfer(header.tag, into, self._now(), done))
 
     def _deliver(self, header: codec.Header, message: Message) -> None:
         self._bytes_received += sum(tensor.nbytes for tensor in message.tensors)

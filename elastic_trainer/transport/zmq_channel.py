@@ -12,17 +12,19 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import zmq
 from zmq.utils import z85
 
 from elastic_trainer.errors import TransportError
 from elastic_trainer.transport import codec, zap
-from elastic_trainer.transport.channel import Message, Tag
+from elastic_trainer.transport.channel import Message, Outgoing, Tag
 from elastic_trainer.transport.inbox import BufferedChannel
 from elastic_trainer.types import WorkerId
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -66,10 +68,10 @@ class ZmqChannel(BufferedChannel):
         private_dir: Path | None = None,
         bind_ip: str = "127.0.0.1",
         encryption: bool = True,
-        device: torch.device | str = "cpu",
+        device: "torch.device | str" = "cpu",
     ) -> None:
         super().__init__(worker)
-        self._device = torch.device(device)
+        self._device = device
         self._peers: dict[WorkerId, tuple[dict[str, Any], _Socket]] = {}
         self._send_lock = threading.Lock()
         self._recv_lock = threading.Lock()
@@ -125,12 +127,11 @@ class ZmqChannel(BufferedChannel):
             self._hang_up(peer)
         self._inbox.forget(peer)
 
-    def send(self, peer: WorkerId, tag: Tag, message: Message) -> None:
+    def send(self, peer: WorkerId, tag: Tag, message: Outgoing) -> None:
         self._inbox.check(tag, f"send to {peer}")
-        header = codec.encode_header(self.worker, tag, message)
-        frames = [codec.host_bytes(tensor) for tensor in message.tensors]
-        self._post(peer, tag, [header, *frames])
-        self._bytes_sent += sum(map(len, frames))
+        frames = codec.encode(self.worker, tag, message)
+        self._post(peer, tag, frames)
+        self._bytes_sent += sum(map(len, frames[1:]))
 
     def _post(self, peer: WorkerId, tag: Tag, frames: Sequence[codec.Frame]) -> None:
         with self._send_lock:
@@ -251,9 +252,11 @@ class ZmqChannel(BufferedChannel):
             self._inbox.interrupt(error)
 
     def _arrive(self, header: codec.Header, buffers: Sequence[codec.Frame]) -> None:
-        tensors = codec.read_tensors(header, buffers, self._device)
+        from elastic_trainer.transport import tensors  # torch: the loader receives nothing
+
+        received = tensors.read_tensors(header, buffers, self._device)
         self._bytes_received += sum(map(len, buffers))
-        self._inbox.put(header.sender, header.tag, Message(tensors, header.meta))
+        self._inbox.put(header.sender, header.tag, Message(received, header.meta))
 
     def _wake(self) -> None:
         # A full pipe wakes as well as one more byte; a closed one has nobody to wake.

@@ -24,18 +24,38 @@ def config(*overrides: str) -> Config:
     return load_config({"model": {"name": "emulated"}}, [*LOCAL, *overrides])
 
 
-def test_a_process_counts_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model of the user's."""
+    source = "from torch import nn\ndef layers():\n    return [nn.Linear(2, 2) for _ in range(8)]\n"
+    (tmp_path / "own_model.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "model.target=own_model:layers"
+
+
+def test_a_process_counts_the_layers(monkeypatch: pytest.MonkeyPatch, own: str) -> None:
     monkeypatch.setattr(model_check, "check_model", None)  # not in this one
-    check = ModelCheck(config("cluster.num_workers=3"))
+    check = ModelCheck(config("cluster.num_workers=3", own))
     assert check.result() == 8
     check.close()
 
 
-def test_its_errors_are_those_of_the_check_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    too_many = config("cluster.num_workers=9")
+def test_a_shipped_model_needs_none() -> None:
+    check = ModelCheck(config("cluster.num_workers=3"))
+    assert check._process is None and check.result() == 8
+    assert "torch" not in sys.modules
+    with pytest.raises(PlanError, match="9 stages"):
+        ModelCheck(config("cluster.num_workers=9"))
+
+
+def test_its_errors_are_those_of_the_check_itself(
+    monkeypatch: pytest.MonkeyPatch, own: str, tmp_path: Path
+) -> None:
+    too_many = config("cluster.num_workers=9", own)
     with pytest.raises(PlanError) as there:
         ModelCheck(too_many).result()
     monkeypatch.undo()
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PlanError) as here:
         check_model(too_many)
     assert str(there.value) == str(here.value)
@@ -54,8 +74,8 @@ def test_a_module_that_prints_or_ends_the_process(
         ModelCheck(config("model.target=ends_at_import:layers")).result()
 
 
-def test_closing_ends_the_process() -> None:
-    check = ModelCheck(config())
+def test_closing_ends_the_process(own: str) -> None:
+    check = ModelCheck(config(own))
     process = check._process
     assert process is not None and process.poll() is None
     check.close()

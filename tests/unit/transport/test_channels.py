@@ -8,13 +8,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from elastic_trainer.errors import FencedError, StallError, TransportError, WorkerLostError
-from elastic_trainer.transport import codec
-from elastic_trainer.transport.channel import Channel, Message, Tag
+from elastic_trainer.transport import tensors
+from elastic_trainer.transport.channel import Arrays, Channel, Message, Tag
 from elastic_trainer.transport.inbox import BufferedChannel
 
 WAIT_S = 20.0
@@ -38,7 +39,7 @@ def sample(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 def test_every_dtype_and_kind_of_shape_arrives_bit_for_bit(pair: Pair) -> None:
     a, b = pair
-    for i, dtype in enumerate(codec._DTYPES.values()):
+    for i, dtype in enumerate(tensors.TYPES.values()):
         sent = [
             sample(dtype, ()),
             sample(dtype, (0,)),
@@ -54,6 +55,23 @@ def test_every_dtype_and_kind_of_shape_arrives_bit_for_bit(pair: Pair) -> None:
         for want, tensor in zip(sent, got.tensors, strict=True):
             assert tensor.dtype == dtype and tensor.shape == want.shape and tensor.is_contiguous()
             assert torch.equal(bits(tensor), bits(want)), dtype
+
+
+def test_arrays_arrive_as_tensors(pair: Pair) -> None:
+    a, b = pair
+    rows = np.arange(24, dtype=np.int32).reshape(4, 6)
+    sent = [rows, rows[1:, ::2], rows.T, np.array([True, False]), np.zeros((0, 3), np.float16)]
+    a.send("b", tag(), Arrays(sent, {"fields": ["x"]}))
+    got = b.recv("a", tag(), WAIT_S)
+    assert got.meta == {"fields": ["x"]}
+    for want, tensor in zip(sent, got.tensors, strict=True):
+        assert torch.equal(tensor, torch.from_numpy(want.copy())) and tensor.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", ["O", "U3", ">i4", "M8[s]"])
+def test_arrays_that_no_tensor_can_hold_are_refused(pair: Pair, dtype: str) -> None:
+    with pytest.raises(TransportError, match="cannot travel"):
+        pair[0].send("b", tag(), Arrays([np.zeros(2, np.dtype(dtype))]))
 
 
 def test_conjugated_and_negated_views_arrive_resolved(pair: Pair) -> None:

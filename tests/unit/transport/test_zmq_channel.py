@@ -72,9 +72,7 @@ def test_a_stranger_delivers_nothing(
     setup(stranger, b.address())
     stranger.connect(b.address()["tcp"])
     forged = Message([torch.tensor(666)])
-    stranger.send_multipart(
-        [codec.encode_header("a", TAG, forged), codec.host_bytes(forged.tensors[0])]
-    )
+    stranger.send_multipart(codec.encode("a", TAG, forged))
     with pytest.raises(StallError):
         b.recv("a", TAG, 0.5)
     a.send("b", TAG, Message([torch.tensor(1)]))
@@ -135,7 +133,7 @@ def test_no_peer_speaks_in_the_name_of_another(zmq_pair: ZmqPair) -> None:
         b.recv("a", TAG, WAIT_S)
 
 
-GOOD = codec.encode_header("a", TAG, Message([torch.ones(2)]))
+GOOD = bytes(codec.encode("a", TAG, Message([torch.ones(2)]))[0])
 NUMBERS = codec._NUMBERS.size
 
 
