@@ -8,6 +8,7 @@ from elastic_trainer.config.schema import (
     ENCRYPTION,
     LR_SCHEDULES,
     MODELS,
+    ON_ERROR,
     OPTIMIZERS,
     PRECISIONS,
     REDUCTIONS,
@@ -22,6 +23,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.name": MODELS,
     "loss.reduction": REDUCTIONS,
     "data.format": DATA_FORMATS,
+    "data.on_error": ON_ERROR,
     "train.precision": PRECISIONS,
     "optim.name": OPTIMIZERS,
     "optim.lr_schedule": LR_SCHEDULES,
@@ -34,6 +36,13 @@ CHOICES: dict[str, tuple[str, ...]] = {
 LIMITS: dict[str, tuple[float, float | None]] = {
     "data.sequence_length": (1, None),
     "data.prefetch_updates": (1, None),
+    "data.media_workers": (1, None),
+    "data.patch_size": (2, None),
+    "data.max_patches": (4, None),
+    "data.max_image_pixels": (1, None),
+    "data.sample_rate": (1000, None),
+    "data.mel_bins": (1, None),
+    "data.max_audio_s": (0.01, None),
     "train.global_batch_size": (1, None),
     "train.max_steps": (1, None),
     "train.num_epochs": (1, None),
@@ -157,6 +166,11 @@ def _check_data(config: Config) -> None:
         raise ConfigError(
             f"`data.input_columns` and `data.label_columns` are not used by format {data.format}",
             "Set data.format=columns, or leave them empty.",
+        )
+    if data.format != "media" and data.columns:
+        raise ConfigError(
+            f"`data.columns` is not used by format {data.format}",
+            "Set data.format=media, or leave it empty.",
         )
 
 
