@@ -6,6 +6,10 @@ from dataclasses import dataclass
 PATCHES_PER_TOKEN = 4
 FRAMES_PER_TOKEN = 4
 
+# Token ids that hold the place of one joined token of a picture or a clip.
+IMAGE_PLACE = -1
+AUDIO_PLACE = -2
+
 
 def image_tokens(num_patches: int) -> int:
     """Tokens of the language model that a picture of so many patches takes."""
