@@ -6,6 +6,7 @@ import numpy as np
 
 from elastic_trainer.config import Config
 from elastic_trainer.data.dataset import Dataset, check_split
+from elastic_trainer.data.media.reader import MediaSamples
 from elastic_trainer.data.samples import Fields, Sample
 from elastic_trainer.errors import DataError
 from elastic_trainer.types import BatchInfo, Cursor, MicrobatchInfo
@@ -68,15 +69,17 @@ class BatchStream:
             samples[start : start + self._microbatch_size]
             for start in range(0, len(samples), self._microbatch_size)
         ]
-        fields = [_stack(part) for part in parts]
-        info = BatchInfo(
-            update=self._update,
-            microbatches=tuple(_describe(part) for part in parts),
-            end=samples[-1].end,
-        )
+        infos, fields = self._load(parts)
+        info = BatchInfo(update=self._update, microbatches=tuple(infos), end=samples[-1].end)
         self.cursor = info.end
         self._update += 1
         return info, fields
+
+    def _load(self, parts: Sequence[Sequence[Sample]]) -> tuple[list[MicrobatchInfo], list[Fields]]:
+        """Facts and fields of the microbatches."""
+        if isinstance(self._reader, MediaSamples):
+            return self._reader.load(parts)
+        return [_describe(part) for part in parts], [_stack(part) for part in parts]
 
     def _take(self) -> list[Sample]:
         samples = [self._reader.next(self.cursor)]

@@ -26,6 +26,10 @@ from elastic_trainer.data.packing import IGNORED_LABEL
 from elastic_trainer.data.samples import Fields
 from elastic_trainer.planner.sizes import AUDIO_PLACE, IMAGE_PLACE, audio_tokens, image_tokens
 
+INPUT_FIELDS = (
+    *("patches", "patch_grid", "image_lengths", "frames", "clip_lengths"),
+    *("input_ids", "positions", "segments"),
+)
 _TEXT_FIELDS = ("input_ids", "labels", "positions", "segments")
 
 
