@@ -25,7 +25,7 @@ __all__ = ["SHIPPED", "load_model", "load_target", "ties"]
 
 SHIPPED = {
     name: f"elastic_trainer.models.{name}:{name}"
-    for name in ("gpt", "vit", "mlp", "emulated", "hf")
+    for name in ("gpt", "vit", "mlp", "multimodal", "emulated", "hf")
 }
 
 
@@ -58,6 +58,9 @@ def _shipped_model(config: Config) -> ModelSpec:
     args = dict(config.model.args)
     if name == "gpt":
         args.setdefault("max_positions", config.data.sequence_length)
+    if name == "multimodal":
+        args.setdefault("patch_size", config.data.patch_size)
+        args.setdefault("mel_bins", config.data.mel_bins)
     if name == "emulated":
         args.setdefault("microbatch_size", config.pipeline.microbatch_size)
     check_arguments(f"Model {name!r}", function, args)
