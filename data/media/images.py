@@ -40,7 +40,7 @@ def patch_rows_columns(width: int, height: int, limits: ImageLimits) -> tuple[in
     scale = min(1.0, math.sqrt(most * side * side / (max(1, width) * max(1, height))))
     short, long = sorted(max(1, round(length * scale / side)) for length in (width, height))
     if short * long > most:
-        long = max(1, most // short)
+        short, long = sorted((short, max(1, most // short)))
     rows, columns = (short, long) if width >= height else (long, short)
     return CELL * rows, CELL * columns
 
@@ -67,7 +67,7 @@ def decode_image(data: bytes, limits: ImageLimits) -> NDArray[np.uint8]:
             rgb = _to_rgb(picture)
         except Exception as error:  # each format has its own errors
             raise _damaged(error) from error
-        rows, columns = patch_rows_columns(*rgb.size, limits)
+        rows, columns = patch_rows_columns(rgb.width, rgb.height, limits)
         from PIL.Image import Resampling
 
         size = (columns * limits.patch_size, rows * limits.patch_size)
