@@ -46,7 +46,7 @@ def test_grids_are_even_bounded_and_keep_proportions(width: int, height: int, mo
     assert rows >= 2 and columns >= 2 and rows % 2 == columns % 2 == 0
     assert rows * columns <= most
     assert patch_rows_columns(height, width, limits) == (columns, rows) or width == height
-    assert (rows <= columns) if width > height else (rows >= columns)
+    assert width == height or (rows <= columns) == (width > height) or rows == columns
 
 
 @pytest.mark.parametrize(
