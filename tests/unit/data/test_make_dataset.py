@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_trainer.config import Config
-from elastic_trainer.data import gcide, stdlib_text
+from elastic_trainer.data import gcide, packages, stdlib_text
 from elastic_trainer.data import make_dataset as module
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
@@ -295,10 +295,10 @@ def test_apt_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="Unable to locate package.*Run `apt-get update`"):
         gcide.build(cache_dir=cache)
     executable(tmp_path / "bin", "apt-get", "exit 0")
-    with pytest.raises(DataError, match="left no dict-gcide package"):
+    with pytest.raises(DataError, match="left no dict-gcide_"):
         gcide.build(cache_dir=cache)
     executable(tmp_path / "bin", "apt-get", "exec sleep 60")
-    monkeypatch.setattr(gcide, "_DOWNLOAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(packages, "_DOWNLOAD_TIMEOUT_S", 0.2)
     with pytest.raises(DataError, match="no end within 0.2 s"):
         gcide.build(cache_dir=cache)
 
