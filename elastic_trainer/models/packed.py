@@ -12,7 +12,10 @@ _LONGEST_WAVE = 10000.0
 
 
 class PackedBlock(Block):
-    """A block over `(sum of lengths, dim)`; attention stays within each sequence."""
+    """A block over `(sum of lengths, dim)`; attention stays within each sequence.
+
+    Attention has no dropout of its own: PyTorch's fused kernels for CPUs have none.
+    """
 
     def run(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         """Apply it to sequences of these lengths."""
@@ -25,11 +28,10 @@ class PackedBlock(Block):
         # mask, whose cost grows with the square of all lengths together.
         num_tokens, dim = x.shape
         qkv = self.qkv(x).view(num_tokens, 3, self.num_heads, dim // self.num_heads)
-        drop = self.dropout if self.training else 0.0
         found = []
         for part in qkv.split(list(lengths)):
             q, k, v = part.permute(1, 2, 0, 3).unsqueeze(1)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, dropout_p=drop)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
             found.append(y[0])
         return torch.cat(found, dim=1).transpose(0, 1).reshape(num_tokens, dim)
 
