@@ -40,6 +40,8 @@ Builder = Callable[..., tuple[Provenance, Iterable[RawDocument]]]
 # Each builder takes its own keyword arguments and returns the provenance and the documents.
 BUILDERS: dict[str, Builder] = {"stdlib-text": stdlib_text.build, "gcide": gcide.build}
 
+KINDS = (*BUILDERS, *MEDIA_BUILDERS)
+
 SHARD_BYTES = 64 << 20
 ROW_GROUP_BYTES = 8 << 20
 TOKENIZER_SAMPLE_CHARS = 8_000_000
@@ -85,7 +87,7 @@ def make_dataset(
     if builder is None:
         raise DataError(
             f"there is no dataset called {kind!r}",
-            f"Available are {', '.join([*BUILDERS, *MEDIA_BUILDERS])}",
+            f"Available are {', '.join(KINDS)}",
         )
     _check_arguments(kind, builder, source)
     provenance, documents = builder(**source)

@@ -60,14 +60,9 @@ def build(
     inputs = _resolve(files)
     samples = [s for one in inputs for s in _samples(one, keys, required, problems)]
     if not samples:
-        raise DataError(
-            f"there are no samples in {', '.join(str(one.path) for one in inputs)}"
-            + (
-                f"; {problems.num} were left out, the first: {problems.first[0]}"
-                * bool(problems.num)
-            ),
-            _HOW,
-        )
+        names = ", ".join(str(one.path) for one in inputs)
+        first = "".join(f"; the first left out: {text}" for text in problems.first[:1])
+        raise DataError(f"there are no samples in {names}{first}", _HOW)
     origins = [
         Provenance(
             package=one.path.name, version="files", licence=licence, sha256=_digest(one.path)

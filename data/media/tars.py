@@ -2,6 +2,7 @@
 
 import os
 import tarfile
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -40,6 +41,8 @@ class _Archive:
             self._tar = tarfile.open(path)
         except (OSError, EOFError, tarfile.TarError) as error:
             raise DataError(f"{path} is not a tar archive: {error}", _HINT) from error
+        # Samples read from it until the last of them is gone.
+        weakref.finalize(self, self._tar.close)
 
     def members(self) -> list[tarfile.TarInfo]:
         try:
