@@ -78,7 +78,13 @@ class Dataset:
         data, seed = self.config.data, self.config.train.seed
         if data.format == "synthetic":
             size = self.vocabulary.size or DEFAULT_VOCAB_SIZE
-            return SyntheticSamples(split, seed=seed, length=data.sequence_length, vocab_size=size)
+            return SyntheticSamples(
+                split,
+                seed=seed,
+                length=data.sequence_length,
+                vocab_size=size,
+                size_sigma=data.size_sigma,
+            )
         source = self.source(split)
         if source is None:
             raise DataError(

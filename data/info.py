@@ -45,6 +45,8 @@ def describe(config: Config) -> DataInfo:
     if data.format == "synthetic":
         num_rows, num_eval_rows = NUM_ROWS["train"], NUM_ROWS["eval"]
         rows = f"synthetic/{vocabulary.size}"
+        if data.size_sigma:
+            rows += f"/{data.size_sigma}"
     else:
         source, held_out = dataset.source("train"), dataset.source("eval")
         if source is None:

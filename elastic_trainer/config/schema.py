@@ -14,6 +14,7 @@ LR_SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("fp32", "bf16", "fp16")
 DATA_FORMATS = ("text", "tokens", "columns", "media", "synthetic")
 ON_ERROR = ("raise", "skip")
+PACKING = ("order", "greedy", "exact")
 CHANNELS = ("zmq", "torch")
 ENCRYPTION = ("on", "off")
 REDUCTIONS = ("sum", "mean")
@@ -98,6 +99,22 @@ class DataConfig:
     sample_rate: int = _doc(16000, "Sound is resampled to so many samples per second.")
     mel_bins: int = _doc(40, "Frequency bands of sound (log-mel).")
     max_audio_s: float = _doc(20.0, "Seconds of a clip that are used; the rest is cut off.")
+    packing: str = _doc(
+        "greedy",
+        "How samples of unequal sizes (format media) share microbatches: greedy (balanced by "
+        "predicted cost, longest first), exact (the same, solved where that is not too much work) "
+        "or order (as they come). Which samples a batch holds does not depend on it.",
+    )
+    max_tokens_per_microbatch: int = _doc(
+        0,
+        "Most tokens of a packed microbatch; a batch that does not fit gets more microbatches. "
+        "0: any number.",
+    )
+    size_sigma: float = _doc(
+        0.0,
+        "Spread of the log-normal sizes of samples (format synthetic): the standard deviation of "
+        "their logarithm. 0: samples have no sizes.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from elastic_trainer.config.schema import (
     MODELS,
     ON_ERROR,
     OPTIMIZERS,
+    PACKING,
     PRECISIONS,
     REDUCTIONS,
     SCHEDULES,
@@ -24,6 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "loss.reduction": REDUCTIONS,
     "data.format": DATA_FORMATS,
     "data.on_error": ON_ERROR,
+    "data.packing": PACKING,
     "train.precision": PRECISIONS,
     "optim.name": OPTIMIZERS,
     "optim.lr_schedule": LR_SCHEDULES,
@@ -43,6 +45,8 @@ LIMITS: dict[str, tuple[float, float | None]] = {
     "data.sample_rate": (1000, None),
     "data.mel_bins": (1, None),
     "data.max_audio_s": (0.01, None),
+    "data.max_tokens_per_microbatch": (0, None),
+    "data.size_sigma": (0, 4),
     "train.global_batch_size": (1, None),
     "train.max_steps": (1, None),
     "train.num_epochs": (1, None),
@@ -171,6 +175,17 @@ def _check_data(config: Config) -> None:
         raise ConfigError(
             f"`data.columns` is not used by format {data.format}",
             "Set data.format=media, or leave it empty.",
+        )
+    if data.format != "synthetic" and data.size_sigma:
+        raise ConfigError(
+            f"`data.size_sigma` is not used by format {data.format}",
+            "Set data.format=synthetic, or leave it 0.",
+        )
+    if config.pipeline.schedule == "async_1f1b" and data.max_tokens_per_microbatch:
+        raise ConfigError(
+            "`data.max_tokens_per_microbatch` needs a synchronous schedule: an asynchronous one "
+            "updates after each microbatch, so it cannot divide one into two",
+            "Set it to 0 and lower pipeline.microbatch_size, or use pipeline.schedule=1f1b.",
         )
 
 

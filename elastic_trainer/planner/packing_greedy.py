@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -219,7 +219,7 @@ class _State:
             self.held[number] = self.problem.tokens[members].sum()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _divisions(count: int) -> Numbers:
     """All ways to divide `count` samples in two parts, none empty: 1 where the first's part is."""
     numbers = np.arange((1 << (count - 1)) - 1)
