@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count as counting
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,12 +12,13 @@ Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 _TINY = 1e-9
-_SMALL = 64  # samples; fewer are packed more carefully, as there is less to even out
+_SMALL = 64  # samples; so few are packed more carefully, as there is less to even out
 _ENOUGH = {True: 0.002, False: 0.01}  # above the least possible, for small batches and others
-_STARTS_FOR = 256  # samples times starts
+_STARTS_FOR, _MOST_STARTS = 768, 16  # samples times starts
 _EXCHANGES_PER_MICROBATCH = 8
 _MOST_IN_PAIR = 12  # samples of two microbatches of which all 2^n divisions are tried
 _POWER = 4
+_GOLDEN = 0.6180339887498949
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,9 @@ def improve_starts(problem: Problem, count: int) -> Indices | None:
     goal = problem.bound(count) * (1 + _ENOUGH[small])
     best: Indices | None = None
     best_peak = np.inf
-    most = max(1, _STARTS_FOR // problem.num_samples) if small else 1
+    most = min(_MOST_STARTS, max(1, _STARTS_FOR // problem.num_samples))
     for number, (key, power) in enumerate(_starts(problem.costs)):
-        if best is not None and (number >= most or best_peak <= goal):
+        if number >= most or best_peak <= goal:
             break
         assigned = _place(problem, count, np.argsort(-key, kind="stable"), power=power)
         if assigned is None:
@@ -96,11 +98,13 @@ def improve_starts(problem: Problem, count: int) -> Indices | None:
 
 
 def _starts(costs: Numbers) -> Iterator[tuple[Numbers, bool]]:
-    """Orders of placement (largest key first), and whether powers decide the place."""
-    keys = [costs.max(axis=1), costs.sum(axis=1), *(costs.T if costs.shape[1] > 1 else ())]
-    for power in (False, True):
-        for key in keys:
-            yield key, power
+    """Orders of placement (largest key first), and whether powers decide the place; endless."""
+    largest = costs.max(axis=1)
+    keys = [largest, costs.sum(axis=1), *(costs.T if costs.shape[1] > 1 else ())]
+    yield from ((key, power) for power in (False, True) for key in keys)
+    numbers = np.arange(1, len(costs) + 1)
+    for turn in counting(1):  # shaken by multiples of the golden ratio, which are spread evenly
+        yield largest * (1 + (numbers * turn * _GOLDEN) % 1), False
 
 
 def _place(
