@@ -247,7 +247,7 @@ def test_microbatch_of_nothing_but_damage(tmp_path: Path, tokenizer: Tokenizer) 
     for number in (0, 1):
         rows[number]["text"] = ""
     path = save(tmp_path / "bad", rows, tokenizer)
-    config = settings(path, on_error="skip", shuffle=False)
+    config = settings(path, on_error="skip", shuffle=False, packing="order")
     ((info, (first, _)),) = batches(config)
     assert info.microbatches[0].num_samples == info.microbatches[0].num_valid == 0
     assert first["input_ids"].shape == (1, 1) and first["segments"].tolist() == [[-1]]
