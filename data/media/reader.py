@@ -119,12 +119,12 @@ class MediaSamples:
             DataError: one cannot be read, or under `data.on_error: skip` none at all.
         """
         flat = [sample for samples in microbatches for sample in samples]
-        decoded = self._decoded(flat)
+        decoded = self.decode(flat)
         infos, fields = [], []
         for samples in microbatches:
             results = [next(decoded) for _ in samples]
             good = [result for result in results if isinstance(result, Decoded)]
-            fields.append(self._collate(good))
+            fields.append(self.collate(good))
             infos.append(_describe(samples, results, fields[-1]))
         if flat and not any(info.num_samples for info in infos):
             raise DataError(
@@ -133,7 +133,8 @@ class MediaSamples:
             )
         return infos, fields
 
-    def _collate(self, samples: Sequence[Decoded]) -> Fields:
+    def collate(self, samples: Sequence[Decoded]) -> Fields:
+        """The fields of a microbatch of these samples."""
         return collate(
             samples,
             eos_id=self._eos_id,
@@ -141,7 +142,7 @@ class MediaSamples:
             mel_bins=self._audio.mel_bins,
         )
 
-    def _decoded(self, samples: Sequence[Sample]) -> Iterator[Decoded | DataError]:
+    def decode(self, samples: Sequence[Sample]) -> Iterator[Decoded | DataError]:
         """What the threads make of the samples, in order, a few ahead of the reader."""
         waiting: deque[Future[Decoded | DataError]] = deque()
         for sample in samples:
