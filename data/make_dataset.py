@@ -192,7 +192,7 @@ def write_shards(folder: Path, split: str, documents: Sequence[RawDocument]) -> 
         path = folder / f"{split}-{number:05}-of-{len(shards):05}.parquet"
         with pq.ParquetWriter(str(path), schema, compression="zstd") as writer:
             for rows in _chunks(shard, ROW_GROUP_BYTES):
-                columns = {
+                columns: dict[str, list[Any]] = {
                     "text": [d.text for d in rows],
                     "source": [d.name for d in rows],
                     "text_chars": [len(d.text) for d in rows],

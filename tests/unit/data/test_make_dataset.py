@@ -19,6 +19,7 @@ from elastic_trainer.data import make_dataset as module
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
 from elastic_trainer.data.make_dataset import make_dataset, sample_texts, split_documents
+from elastic_trainer.data.publish import DatasetInfo
 from elastic_trainer.data.raw import RawDocument
 from elastic_trainer.errors import DataError
 
@@ -41,7 +42,7 @@ def sources(tmp_path: Path) -> Path:
     return root
 
 
-def build(sources: Path, out: Path, **changes: Any) -> module.DatasetInfo:
+def build(sources: Path, out: Path, **changes: Any) -> DatasetInfo:
     arguments = {"vocab_size": 300, "eval_fraction": 0.2, "root": str(sources), **changes}
     return make_dataset("stdlib-text", out, **arguments)
 

@@ -15,8 +15,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Audio, Image, List, Value, load_dataset
+from datasets import Audio, Image, List, Value
 from datasets import config as datasets_config
+from datasets.load import load_dataset
 
 from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
