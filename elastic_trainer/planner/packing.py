@@ -61,17 +61,18 @@ def pack(
         tokens: length of each sample.
         max_tokens: most tokens of a microbatch; 0: any number.
         method: order (as they come), greedy or exact (where that is not too much work).
-        time_limit_s: exact only: how long to try. Without, only the amount of work is limited, and
-            the packing depends on its arguments alone.
+        time_limit_s: exact only: how long to try. Without, the amount of work is limited instead,
+            and the packing depends on its arguments alone.
 
     Raises:
         PackingError: a sample alone has more tokens than `max_tokens`.
     """
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r}")
-    problem = Problem.of(costs, tokens, max_tokens)
-    if not problem.num_samples:
+    if not len(tokens):
         return Packing((), (), 0.0, method, "no samples")
+    seconds = np.asarray(costs, np.float64)
+    problem = Problem.of(seconds, tokens, max_tokens)
     for index, count in enumerate(tokens):
         if max_tokens and count > max_tokens:
             raise PackingError(
@@ -82,12 +83,12 @@ def pack(
             )
     wanted = max(1, min(num_microbatches, problem.num_samples))
     if method == "order":
-        return _packing(problem, _in_order(problem, wanted), method, "in the order of the data")
+        return _packing(seconds, _in_order(problem, wanted), method, "in the order of the data")
     assigned, count, reason = _greedy(problem, wanted)
     if method == "exact":
         better, reason = solve(problem, assigned, count, wanted, time_limit_s)
         assigned = assigned if better is None else better
-    return _packing(problem, assigned, method, reason)
+    return _packing(seconds, assigned, method, reason)
 
 
 def _greedy(problem: Problem, wanted: int) -> tuple[NDArray[np.int64], int, str]:
@@ -117,18 +118,18 @@ def _in_order(problem: Problem, count: int) -> NDArray[np.int64]:
     return assigned
 
 
-def _packing(problem: Problem, assigned: NDArray[np.int64], method: str, reason: str) -> Packing:
+def _packing(
+    costs: NDArray[np.float64], assigned: NDArray[np.int64], method: str, reason: str
+) -> Packing:
     """The packing of an assignment; microbatches in the order of their first samples."""
     members: dict[int, list[int]] = {}
     for index, number in enumerate(assigned.tolist()):
         members.setdefault(number, []).append(index)
-    rank = {number: place for place, number in enumerate(members)}
-    places = np.array([rank[number] for number in assigned.tolist()], np.int64)
-    loads = problem.loads(places, len(members))
+    loads = [costs[indices].sum(axis=0).tolist() for indices in members.values()]
     return Packing(
         microbatches=tuple(map(tuple, members.values())),
-        loads=tuple(map(tuple, loads.tolist())),
-        largest=float(loads.max(initial=0.0)),
+        loads=tuple(map(tuple, loads)),
+        largest=max(map(max, loads)),
         method=method,
         reason=reason,
     )

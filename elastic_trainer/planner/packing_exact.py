@@ -7,9 +7,9 @@ from numpy.typing import NDArray
 
 from elastic_trainer.planner.packing_greedy import Indices, Problem
 
-_MOST_CHOICES = 4096  # samples times microbatches
-_NODES_FOR = 2_000_000  # choices times nodes of the search
-_GAP = 1e-4
+_MOST_CHOICES = 1024  # samples times microbatches
+_NODES_FOR = 20_000  # choices times nodes of the search: about a second
+_GAP = 1e-3
 _STOPPED, _INFEASIBLE = 1, 2  # statuses of scipy's milp
 
 
@@ -64,11 +64,10 @@ def _search(
         upper[sample * count + place + 1 : (sample + 1) * count] = 0  # microbatches are alike
     lower = np.zeros(n * count + 1)
     lower[-1] = limits[0] / scale * (1 - 1e-9)
-    options: dict[str, Any] = {
-        "mip_rel_gap": _GAP,
-        "node_limit": max(1, _NODES_FOR // (n * count)),
-    }
-    if time_limit_s is not None:
+    options: dict[str, Any] = {"mip_rel_gap": _GAP}
+    if time_limit_s is None:
+        options["node_limit"] = max(1, _NODES_FOR // (n * count))
+    else:
         options["time_limit"] = time_limit_s
     result = milp(
         np.append(np.zeros(n * count), 1.0),

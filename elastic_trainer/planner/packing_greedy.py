@@ -149,7 +149,8 @@ class _State:
 
     @property
     def peaks(self) -> Numbers:
-        return self.loads.max(axis=1)
+        found: Numbers = self.loads.max(axis=1)
+        return found
 
     def improve(self, goal: float) -> None:
         """Exchange samples until the largest load is at most `goal`, or nothing helps."""

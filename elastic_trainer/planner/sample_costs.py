@@ -101,6 +101,31 @@ def _overlap(first: float, stop: float, begin: float, end: float) -> float:
     return max(0.0, min(stop, end) - max(first, begin)) / (end - begin) if end > begin else 0.0
 
 
+_GROUP_OF = {"vision": "vision", "audio": "audio", "lm": "language"}
+
+
+def group_of(layer: str) -> str | None:
+    """The group to which a layer of the shipped multimodal model belongs, by its name."""
+    return "head" if layer == "lm.head" else _GROUP_OF.get(layer.partition(".")[0])
+
+
+def shares_of(
+    layers: Sequence[tuple[str, float]], stages: Sequence[tuple[int, int]], groups: Sequence[str]
+) -> Shares:
+    """Shares of the groups that the stages of a plan hold.
+
+    Args:
+        layers: name and seconds of each layer, in order.
+        stages: first layer of each stage, and the one behind its last.
+        groups: in the order of the shares.
+    """
+    seconds = np.array(
+        [[cost * (group_of(name) == group) for group in groups] for name, cost in layers]
+    )
+    whole = np.maximum(seconds.sum(axis=0), 1e-300)
+    return tuple(tuple((seconds[a:b].sum(axis=0) / whole).tolist()) for a, b in stages)
+
+
 def fit_cost(group: str, points: Sequence[tuple[int, float]]) -> GroupCost:
     """Constant, linear and quadratic cost that explain measured (length, seconds) of one sequence.
 
@@ -180,6 +205,31 @@ class Adaptive:
         seen = float(np.clip(np.log(observed_s / predicted_s), -self._limit, self._limit))
         known = self._logs.get(group)
         self._logs[group] = seen if known is None else known + self._weight * (seen - known)
+
+    def observe_stages(
+        self, predicted_s: Sequence[float], shares: Shares, observed_s: Sequence[float]
+    ) -> None:
+        """Stages that hold these shares of the groups were busy for `observed_s`.
+
+        Only proportions count, as they do for packing: on a machine that is slow at everything
+        nothing changes. A stage that holds several groups speaks for each by its part.
+
+        Args:
+            predicted_s: of the groups, in the model's order, for the same work (uncorrected).
+            shares: of the groups that each stage holds.
+            observed_s: of the stages.
+        """
+        parts = np.array(shares, np.float64) * np.array(predicted_s, np.float64)
+        expected, observed = parts.sum(axis=1), np.array(observed_s, np.float64)
+        if not (expected.sum() > 0 and observed.sum() > 0):
+            return
+        pace = observed.sum() / expected.sum()
+        ratios = np.divide(
+            observed, expected * pace, out=np.ones_like(observed), where=expected > 0
+        )
+        for group, part in zip(self._model.groups, parts.T, strict=True):
+            if (whole := float(part.sum())) > 0:
+                self.observe(group.group, whole, float(part @ ratios))
 
     def factor(self, group: str) -> float:
         """How many times as slow as predicted; groups never seen: as the others on average."""
