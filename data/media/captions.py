@@ -68,13 +68,14 @@ def _stamps(root: Path, problems: Problems) -> Iterator[RawSample]:
 def _rows(root: Path, picture: Path, recordings: dict[str, str]) -> Iterator[RawSample]:
     captions = _captions(picture.with_name(f"{picture.name}.txt"))
     group = picture.relative_to(root).as_posix()
+    image = _file(root, picture.with_name(f"{picture.name}.png"))
     for language, recording in sorted(recordings.items()):
         if language in captions:
             yield RawSample(
                 id=f"{group}:{language}",
                 group=group,
                 text=captions[language],
-                images=[_file(root, picture.with_name(f"{picture.name}.png"))],
+                images=[image],
                 audio=[_file(root, picture.with_name(recording))],
                 extra={"language": language, "category": group.split("/")[0]},
             )

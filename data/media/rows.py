@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -83,15 +84,15 @@ def read_row(sample: RawSample, layout: Layout) -> Row:
     columns["text_chars"] = len(sample.text)
     num_bytes, audio_s = len(sample.text), 0.0
     for name, files in (("image", sample.images), ("audio", sample.audio)):
-        contents = [_read(file) for file in files]
-        sizes = [measure(name, c, f.path) for c, f in zip(contents, files, strict=True)]
-        media = [{"bytes": c, "path": f.path} for c, f in zip(contents, files, strict=True)]
+        read = [_picture(file) if name == "image" else _sound(file) for file in files]
+        sizes = [size for _, size in read]
+        media = [{"bytes": c, "path": f.path} for (c, _), f in zip(read, files, strict=True)]
         several = layout.several[name]
         columns[name] = media if several else next(iter(media), None)
         for column, at in SIZES[name].items():
             values = [size[at] for size in sizes]
             columns[column] = values if several else next(iter(values), 0)
-        num_bytes += sum(map(len, contents))
+        num_bytes += sum(len(content) for content, _ in read)
         audio_s += sum(size[0] / size[1] for size in sizes) if name == "audio" else 0.0
     num_media = {"image": len(sample.images), "audio": len(sample.audio)}
     return Row(columns, num_bytes, num_media, audio_s)
@@ -112,6 +113,17 @@ def measure(modality: str, content: bytes, path: str) -> tuple[int, int]:
         what = "has no samples" if samples == 0 else "does not tell its length"
         raise DataError(f"{path}: the sound {what}", "Repair or remove it")
     return samples, rate
+
+
+@lru_cache(maxsize=1)  # neighbours often share their picture
+def _picture(file: MediaFile) -> tuple[bytes, tuple[int, int]]:
+    content = _read(file)
+    return content, measure("image", content, file.path)
+
+
+def _sound(file: MediaFile) -> tuple[bytes, tuple[int, int]]:
+    content = _read(file)
+    return content, measure("audio", content, file.path)
 
 
 def _read(file: MediaFile) -> bytes:

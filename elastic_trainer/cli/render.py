@@ -10,7 +10,12 @@ import typer
 
 from elastic_trainer.observability.changes import costs, headline
 from elastic_trainer.observability.lines import dump_json
-from elastic_trainer.observability.progress import format_bytes, format_duration, format_number
+from elastic_trainer.observability.progress import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+)
 from elastic_trainer.types import CheckpointInfo, Plan, to_jsonable
 
 if TYPE_CHECKING:
@@ -53,7 +58,7 @@ def dataset(info: "DatasetInfo") -> None:
     unit = "rows" if info.rows_with else "documents"
     typer.echo(
         f"{verb} {info.path}: {info.num_rows} {unit} to train on, {info.num_eval_rows} held "
-        f"out, {info.num_chars / 1e6:.1f} million characters, vocabulary {info.vocab_size}"
+        f"out, {format_count(info.num_chars)} characters, vocabulary {info.vocab_size}"
     )
     if not info.rows_with:
         typer.echo(f"Train on it: elastic-trainer train gpt data.path={info.path}")
@@ -65,7 +70,8 @@ def dataset(info: "DatasetInfo") -> None:
         typer.echo(f"Left out: {info.num_skipped}. The first of them:")
         for reason in info.skipped[:3]:
             typer.echo(f"- {reason}")
-    typer.echo(f"Look at it: elastic-trainer data inspect {info.path}")
+    typer.echo(f"Look into it: elastic-trainer data inspect {info.path}")
+    typer.echo(f"Train on it: elastic-trainer train captions data.path={info.path}")
 
 
 def status(story: Mapping[str, Any], as_json: bool) -> None:
