@@ -4,7 +4,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_trainer.errors import DataError
 from elastic_trainer.planner.packing import Packing, pack
 from elastic_trainer.planner.sample_costs import CostModel, even_stages, of_stages
 from elastic_trainer.planner.sizes import ItemSize
@@ -43,16 +42,12 @@ def predict_balance(
         items: sizes of the rows.
         cost: seconds that a row takes in each part of the model; only their proportions count.
         num_stages: an even cut into so many is assumed.
-        batch_size: rows of a batch.
-        num_microbatches: of a batch.
+        batch_size: rows of a batch; fewer where there are fewer.
+        num_microbatches: of a batch; at most one a row.
         seed: of the order.
     """
     batch_size = min(batch_size, len(items))
-    if num_microbatches > batch_size:
-        raise DataError(
-            f"{num_microbatches} microbatches cannot be filled from batches of {batch_size} rows",
-            "Choose fewer microbatches or larger batches",
-        )
+    num_microbatches = min(num_microbatches, batch_size)
     order = list(range(len(items)))
     random.Random(seed).shuffle(order)
     num_batches = min(len(items) // batch_size, _MOST_BATCHES)

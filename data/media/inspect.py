@@ -69,6 +69,8 @@ def inspect_dataset(path: str, data: DataConfig) -> Inspection:
         raise DataError(f"{unknown[0]!r} is no column", f"Columns are {', '.join(COLUMNS)}")
     files = {split: split_files(location, split) for split in SPLITS}
     by_split = {split: _read(location, names, data) for split, names in files.items()}
+    if not by_split["train"].text:
+        raise DataError(f"the dataset {path} is empty", "Build it again")
     train, everything = by_split["train"], list(by_split.values())
     images = [pair for rows in everything for pairs in rows.image for pair in pairs]
     clips = [pair for rows in everything for pairs in rows.audio for pair in pairs]

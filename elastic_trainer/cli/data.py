@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from elastic_trainer.cli import render, sizes
+from elastic_trainer.cli import render
 from elastic_trainer.cli.complete import complete_dataset
 from elastic_trainer.errors import ConfigError
 
@@ -105,6 +105,7 @@ def inspect(
     ] = False,
 ) -> None:
     """Show rows, modalities and sizes of a dataset, and how evenly it fills microbatches."""
+    from elastic_trainer.cli import sizes
     from elastic_trainer.config import DataConfig
     from elastic_trainer.data.media.balance import predict_balance
     from elastic_trainer.data.media.inspect import inspect_dataset
