@@ -26,8 +26,8 @@ from elastic_trainer.planner.packing import pack
 from elastic_trainer.types import Cursor
 
 BATCH_SIZE, LARGE_BATCH_SIZE, MICROBATCH_SIZE = 128, 512, 8
-FORWARD_S, BACKWARD_S = 0.010, 0.020  # of a microbatch of average samples
-STEPS, LARGE_STEPS, WARMUP = 20, 6, 2
+FORWARD_S, BACKWARD_S = 0.015, 0.030  # of a microbatch of average samples
+STEPS, LARGE_STEPS, WARMUP = 14, 6, 2
 SMALL_BATCHES, SMALL_MICROBATCHES, SEEDS = (8, 10, 12, 14), (2, 3, 4), range(8)
 COUNTED_BATCHES = 40
 SOLVE_S = 60.0

@@ -17,6 +17,7 @@ from elastic_trainer.planner.sample_costs import (
     CostModel,
     GroupCost,
     analytic_cost,
+    deciding_stages,
     even_stages,
     of_stages,
 )
@@ -80,7 +81,7 @@ class Divider:
         costs = self._costs.predict_all(sizes)
         shares = even_stages(costs.sum(axis=0).tolist(), EVEN_STAGES)
         return pack(
-            of_stages(costs, shares),
+            of_stages(costs, deciding_stages(shares)),
             -(-len(sizes) // self._size),
             tokens=[size.num_tokens for size in sizes],
             max_tokens=self._max_tokens,

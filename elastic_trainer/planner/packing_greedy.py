@@ -14,8 +14,10 @@ Indices = NDArray[np.int64]
 _TINY = 1e-9
 _SMALL = 64  # samples; so few are packed more carefully, as there is less to even out
 _ENOUGH = {True: 0.002, False: 0.01}  # above the least possible, for small batches and others
-_STARTS_FOR, _MOST_STARTS = 768, 16  # samples times starts
+_STARTS_FOR, _MOST_STARTS = 768, 24  # samples times starts
 _EXCHANGES_PER_MICROBATCH = 8
+_POLISHES_FOR = 8192  # samples times exchanges
+_EVEN = 0.005  # distance from the mean at which a microbatch is left alone
 _MOST_IN_PAIR = 12  # samples of two microbatches of which all 2^n divisions are tried
 _POWER = 4
 _GOLDEN = 0.6180339887498949
@@ -79,7 +81,7 @@ def improve_starts(problem: Problem, count: int) -> Indices | None:
     """The best of some packings into exactly `count` microbatches; None if tokens do not fit."""
     small = problem.num_samples <= _SMALL
     goal = problem.bound(count) * (1 + _ENOUGH[small])
-    best: Indices | None = None
+    best: _State | None = None
     best_peak = np.inf
     most = min(_MOST_STARTS, max(1, _STARTS_FOR // problem.num_samples))
     for number, (key, power) in enumerate(_starts(problem.costs)):
@@ -91,10 +93,11 @@ def improve_starts(problem: Problem, count: int) -> Indices | None:
         state = _State(problem, assigned, count)
         state.improve(goal)
         if (peak := float(state.peaks.max())) < best_peak:
-            best, best_peak = state.assigned, peak
+            best, best_peak = state, peak
     if best is None:
         return _place(problem, count, np.argsort(-problem.tokens, kind="stable"), by_tokens=True)
-    return best
+    best.polish()
+    return best.assigned
 
 
 def _starts(costs: Numbers) -> Iterator[tuple[Numbers, bool]]:
@@ -163,34 +166,48 @@ class _State:
             if not self._exchange(worst, target) and not self._divide(worst, target):
                 return
 
+    def polish(self) -> None:
+        """Even out the others where one large sample decides the largest load, which stays."""
+        limit = float(self.peaks.max()) * (1 + _TINY)
+        means = self.loads.mean(axis=0)
+        settled: set[int] = set()
+        for _ in range(_POLISHES_FOR // self.problem.num_samples):
+            distance = ((self.loads - means) ** 2).sum(axis=1)
+            distance[list(settled)] = -1.0
+            chosen = int(distance.argmax())
+            if distance[chosen] <= (_EVEN * means.max()) ** 2:
+                return
+            if (other := self._even_out(chosen, limit)) is None:
+                settled.add(chosen)
+            else:
+                settled -= {chosen, other}
+
     def _exchange(self, worst: int, target: float) -> bool:
         """Swap a sample of the largest microbatch with another's, or give it away."""
-        costs, tokens = self.problem.costs, self.problem.tokens
-        mine = np.flatnonzero(self.assigned == worst)
-        others = np.flatnonzero(self.assigned != worst)
-        owners, theirs, lengths = self.assigned[others], costs[others], tokens[others]
-        if len(mine) > 1:  # then one may leave without another coming
-            targets = np.delete(np.arange(self.count), worst)
-            owners = np.concatenate([owners, targets])
-            theirs = np.concatenate([theirs, np.zeros((len(targets), costs.shape[1]))])
-            lengths = np.concatenate([lengths, np.zeros(len(targets), np.int64)])
-        value = np.zeros((len(mine), len(owners)))
-        for column in range(costs.shape[1]):
-            gone, come = costs[mine, column], theirs[:, column]
-            kept = np.add.outer(self.loads[worst, column] - gone, come)
-            np.maximum(value, kept, out=value)
-            np.maximum(value, np.add.outer(gone, self.loads[owners, column] - come), out=value)
-        if limit := self.problem.max_tokens:
-            more = np.subtract.outer(tokens[mine], lengths)
-            value[(self.held[owners] + more > limit) | (self.held[worst] - more > limit)] = np.inf
-        row, chosen = divmod(int(value.argmin()), len(owners))
-        if not value[row, chosen] < target:
+        swaps = _Swaps(self, worst)
+        value = swaps.peaks()
+        row, column = divmod(int(value.argmin()), value.shape[1])
+        if not value[row, column] < target:
             return False
-        self.assigned[mine[row]] = owners[chosen]
-        if chosen < len(others):
-            self.assigned[others[chosen]] = worst
-        self._recount(worst, int(owners[chosen]))
+        self._swap(swaps, row, column)
         return True
+
+    def _even_out(self, chosen: int, limit: float) -> int | None:
+        """The exchange that brings this microbatch and another nearest to each other, if any."""
+        swaps = _Swaps(self, chosen)
+        value = np.where(swaps.peaks() <= limit, swaps.squares(), np.inf)
+        row, column = divmod(int(value.argmin()), value.shape[1])
+        if not value[row, column] < -_TINY * float((self.loads[chosen] ** 2).sum()):
+            return None
+        self._swap(swaps, row, column)
+        return int(swaps.owners[column])
+
+    def _swap(self, swaps: "_Swaps", row: int, column: int) -> None:
+        other = int(swaps.owners[column])
+        self.assigned[swaps.mine[row]] = other
+        if column < len(swaps.others):
+            self.assigned[swaps.others[column]] = swaps.microbatch
+        self._recount(swaps.microbatch, other)
 
     def _divide(self, worst: int, target: float) -> bool:
         """Divide the samples of the largest microbatch and one other anew, in the best way."""
@@ -222,6 +239,54 @@ class _State:
             members = self.assigned == number
             self.loads[number] = self.problem.costs[members].sum(axis=0)
             self.held[number] = self.problem.tokens[members].sum()
+
+
+class _Swaps:
+    """All exchanges of a sample of one microbatch (row) with one of another, or with nothing
+    (columns behind those of the samples).
+    """
+
+    def __init__(self, state: _State, microbatch: int) -> None:
+        problem = state.problem
+        self.state, self.microbatch = state, microbatch
+        self.mine = np.flatnonzero(state.assigned == microbatch)
+        self.others = np.flatnonzero(state.assigned != microbatch)
+        self.owners = state.assigned[self.others]
+        self.costs, self.tokens = problem.costs[self.others], problem.tokens[self.others]
+        if len(self.mine) > 1:  # then one may leave without another coming
+            targets = np.delete(np.arange(state.count), microbatch)
+            nothing = np.zeros((len(targets), problem.costs.shape[1]))
+            self.owners = np.concatenate([self.owners, targets])
+            self.costs = np.concatenate([self.costs, nothing])
+            self.tokens = np.concatenate([self.tokens, np.zeros(len(targets), np.int64)])
+
+    def peaks(self) -> Numbers:
+        """The larger of the two microbatches' largest loads after each; infinite if too long."""
+        state, problem = self.state, self.state.problem
+        value = np.zeros((len(self.mine), len(self.owners)))
+        for stage in range(problem.costs.shape[1]):
+            gone, come = problem.costs[self.mine, stage], self.costs[:, stage]
+            kept = np.add.outer(state.loads[self.microbatch, stage] - gone, come)
+            np.maximum(value, kept, out=value)
+            given = np.add.outer(gone, state.loads[self.owners, stage] - come)
+            np.maximum(value, given, out=value)
+        if limit := problem.max_tokens:
+            more = np.subtract.outer(problem.tokens[self.mine], self.tokens)
+            over = (state.held[self.owners] + more > limit) | (
+                state.held[self.microbatch] - more > limit
+            )
+            value[over] = np.inf
+        return value
+
+    def squares(self) -> Numbers:
+        """By how much the sum of the squares of all loads grows."""
+        state, costs = self.state, self.state.problem.costs
+        value = np.zeros((len(self.mine), len(self.owners)))
+        for stage in range(costs.shape[1]):
+            change = np.subtract.outer(-costs[self.mine, stage], -self.costs[:, stage])
+            ahead = state.loads[self.microbatch, stage] - state.loads[self.owners, stage]
+            value += 2 * change * (ahead + change)
+        return value
 
 
 @cache

@@ -96,6 +96,16 @@ def even_stages(totals: Sequence[float], num_stages: int) -> Shares:
     )
 
 
+def deciding_stages(shares: Shares) -> Shares:
+    """Those stages that decide whether all are even: where two stages are, one that mixes what they
+    hold is even, too.
+    """
+    held = [tuple(group for group, part in enumerate(row) if part > 0) for row in shares]
+    alone = {groups[0]: row for groups, row in zip(held, shares, strict=True) if len(groups) == 1}
+    mixed = [row for groups, row in zip(held, shares, strict=True) if set(groups) - set(alone)]
+    return (*alone.values(), *mixed)
+
+
 def _overlap(first: float, stop: float, begin: float, end: float) -> float:
     """The part of [begin, end] that lies in [first, stop]."""
     return max(0.0, min(stop, end) - max(first, begin)) / (end - begin) if end > begin else 0.0
@@ -212,14 +222,16 @@ class Adaptive:
         """Stages that hold these shares of the groups were busy for `observed_s`.
 
         Only proportions count, as they do for packing: on a machine that is slow at everything
-        nothing changes. A stage that holds several groups speaks for each by its part.
+        nothing changes. A stage that holds several groups speaks for each by its part, as far as it
+        is known by then, so that the parts become clear one observation after the other.
 
         Args:
             predicted_s: of the groups, in the model's order, for the same work (uncorrected).
             shares: of the groups that each stage holds.
             observed_s: of the stages.
         """
-        parts = np.array(shares, np.float64) * np.array(predicted_s, np.float64)
+        factors = [self.factor(group.group) for group in self._model.groups]
+        parts = np.array(shares, np.float64) * np.array(predicted_s) * np.array(factors)
         expected, observed = parts.sum(axis=1), np.array(observed_s, np.float64)
         if not (expected.sum() > 0 and observed.sum() > 0):
             return
@@ -227,9 +239,9 @@ class Adaptive:
         ratios = np.divide(
             observed, expected * pace, out=np.ones_like(observed), where=expected > 0
         )
-        for group, part in zip(self._model.groups, parts.T, strict=True):
-            if (whole := float(part.sum())) > 0:
-                self.observe(group.group, whole, float(part @ ratios))
+        for group, seconds, part in zip(self._model.groups, predicted_s, parts.T, strict=True):
+            if part.sum() > 0:
+                self.observe(group.group, seconds, float(part @ ratios))
 
     def factor(self, group: str) -> float:
         """How many times as slow as predicted; groups never seen: as the others on average."""
