@@ -140,6 +140,18 @@ def test_an_oversized_sample_stands_alone() -> None:
     assert (0,) in packing.microbatches and packing.largest == 100.0
 
 
+def test_what_a_large_sample_leaves_open_is_evened_out() -> None:
+    costs = lognormal(4, 96)
+    costs /= costs.mean(axis=0) * 8
+    costs[5, 0] = 3.0  # three times what a microbatch of twelve costs; the other stage is as ever
+    packing = pack(costs, 12, tokens=[1] * 96)
+    loads = np.array(packing.loads)
+    assert packing.largest == 3.0
+    assert loads[:, 1].max() < 1.1 * loads[:, 1].mean()
+    rest = np.sort(loads[:, 0])[:-1]
+    assert rest.max() < 1.1 * rest.mean()
+
+
 def test_exact_gives_up_by_work_and_keeps_greedy() -> None:
     costs = lognormal(3, 300)
     greedy, exact = (pack(costs, 40, tokens=[1] * 300, method=m) for m in ("greedy", "exact"))
