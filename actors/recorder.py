@@ -21,8 +21,8 @@ from elastic_trainer.types import CheckpointInfo, Plan, RunResult, StageReport, 
 from elastic_trainer.version import __version__
 
 HEARTBEAT_S = 5.0  # how often the status is written while nothing changes
-TEXT_FORMATS = ("text", "tokens")  # elsewhere e to the power of the loss means nothing
-MODALITIES = {"columns": "tensor", "synthetic": "synthetic"}
+TEXT_FORMATS = ("text", "tokens", "media")  # elsewhere e to the power of the loss means nothing
+MODALITIES = {"columns": "tensor", "media": "media", "synthetic": "synthetic"}
 WORKER_STATES = ("starting", "running", "idle", "leaving")
 LOADER_STATES = ("starting", "serving", "idle")
 ROUTINE = ("RunSegment",)  # instructions too frequent for the log of events
@@ -189,6 +189,7 @@ class Recorder:
                 "step_s": step_s,
                 "tokens": batch.num_tokens,
                 "samples": batch.num_samples,
+                "unreadable": len(batch.skipped),
                 "epoch": batch.end.epoch,
                 "skipped": of_last.skipped,
                 "modality": MODALITIES.get(self.config.data.format, "text"),
@@ -196,7 +197,10 @@ class Recorder:
                 "segment": segment.index,
                 "generation": segment.generation,
             }
-            self.record.append_update(self._line, [m.sample_ids for m in batch.microbatches])
+            samples = [m.sample_ids for m in batch.microbatches]
+            self.record.append_update(self._line, samples, batch.skipped)
+            for sample, why in batch.skipped:
+                self.event("skipped", f"sample {sample} was skipped: {why}", update=batch.update)
             self.metrics.observe_update(self._line, again=batch.update <= self._counted)
             self._counted = max(self._counted, batch.update)
         self._previous_end = previous

@@ -6,6 +6,8 @@ import numpy as np
 
 from elastic_trainer.config import Config
 from elastic_trainer.data.dataset import Dataset, check_split
+from elastic_trainer.data.media.reader import MediaSamples
+from elastic_trainer.data.microbatches import Divider
 from elastic_trainer.data.samples import Fields, Sample
 from elastic_trainer.errors import DataError
 from elastic_trainer.types import BatchInfo, Cursor, MicrobatchInfo
@@ -18,7 +20,9 @@ class BatchStream:
     dimension counts samples. A batch never spans two epochs: the last one of an epoch may hold
     fewer samples, so fewer microbatches and a smaller last one. Every row (packed text: every
     token) comes exactly once per epoch. A stream opened at a batch's `end` yields the batches that
-    would have followed it; so does one with another batch size, cut differently.
+    would have followed it; so does one with another batch size, cut differently. Samples that have
+    sizes are packed into microbatches by what they cost (`Divider`); which ones a batch holds does
+    not depend on that.
 
     Held-out data comes in one fixed order, whatever the seed and the epoch.
     """
@@ -55,7 +59,7 @@ class BatchStream:
             )
         self._reader = Dataset(config).reader(split)
         self._batch_size = batch_size
-        self._microbatch_size = config.pipeline.microbatch_size
+        self._divider = Divider(config)
         self._num_epochs = num_epochs
         self._fields = fields
         self._update = first_update
@@ -68,19 +72,18 @@ class BatchStream:
         if self._num_epochs is not None and self.cursor.epoch >= self._num_epochs:
             raise StopIteration
         samples = self._take()
-        parts = [
-            samples[start : start + self._microbatch_size]
-            for start in range(0, len(samples), self._microbatch_size)
-        ]
-        fields = [_stack(part, self._fields) for part in parts]
-        info = BatchInfo(
-            update=self._update,
-            microbatches=tuple(_describe(part) for part in parts),
-            end=samples[-1].end,
-        )
+        infos, fields = self._load(self._divider.divide(samples))
+        info = BatchInfo(update=self._update, microbatches=tuple(infos), end=samples[-1].end)
         self.cursor = info.end
         self._update += 1
         return info, fields
+
+    def _load(self, parts: Sequence[Sequence[Sample]]) -> tuple[list[MicrobatchInfo], list[Fields]]:
+        """Facts and fields of the microbatches."""
+        if isinstance(self._reader, MediaSamples):
+            return self._reader.load(parts, self._fields)
+        fields = [_stack(part, self._fields) for part in parts]
+        return [_describe(part) for part in parts], fields
 
     def _take(self) -> list[Sample]:
         samples = [self._reader.next(self.cursor)]

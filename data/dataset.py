@@ -11,6 +11,7 @@ from elastic_trainer.data.blocks import ShuffledBlocks, block_size
 from elastic_trainer.data.columns import ColumnSamples
 from elastic_trainer.data.documents import Documents, PackedSamples, TextDocuments, TokenDocuments
 from elastic_trainer.data.location import REMOTE_TIMEOUT_S, Location
+from elastic_trainer.data.media.reader import COLUMNS, MediaSamples, eos_of
 from elastic_trainer.data.samples import RowOrder, SampleReader
 from elastic_trainer.data.sources import SPLITS, ParquetSource, open_split
 from elastic_trainer.data.synthetic import DEFAULT_VOCAB_SIZE, SyntheticSamples
@@ -49,12 +50,19 @@ class Dataset:
         data = self.config.data
         if data.format == "columns":
             return list(dict.fromkeys([*data.input_columns, *data.label_columns]))
+        if data.format == "media":
+            return [data.columns.get("text", "text")]
         return [data.text_column if data.format == "text" else data.tokens_column]
 
     def source(self, split: str) -> ParquetSource | None:
         """The opened files of a split, None where there are none."""
         data = self.config.data
-        setting = {"text": "data.text_column", "tokens": "data.tokens_column"}
+        setting = {
+            "text": "data.text_column",
+            "tokens": "data.tokens_column",
+            "media": "data.columns.text",
+        }
+        is_media = data.format == "media"
         return open_split(
             data.path,
             data.eval_path,
@@ -62,6 +70,7 @@ class Dataset:
             self.columns(),
             setting=setting.get(data.format, "data.input_columns and data.label_columns"),
             timeout_s=self._timeout_s,
+            optional=[data.columns.get(name, name) for name in COLUMNS] if is_media else (),
         )
 
     def reader(self, split: str) -> SampleReader:
@@ -69,7 +78,13 @@ class Dataset:
         data, seed = self.config.data, self.config.train.seed
         if data.format == "synthetic":
             size = self.vocabulary.size or DEFAULT_VOCAB_SIZE
-            return SyntheticSamples(split, seed=seed, length=data.sequence_length, vocab_size=size)
+            return SyntheticSamples(
+                split,
+                seed=seed,
+                length=data.sequence_length,
+                vocab_size=size,
+                size_sigma=data.size_sigma,
+            )
         source = self.source(split)
         if source is None:
             raise DataError(
@@ -79,6 +94,9 @@ class Dataset:
         order = RowOrder(source, split, seed=seed, shuffle=data.shuffle)
         if data.format == "columns":
             return ColumnSamples(source, order, data.input_columns, data.label_columns)
+        if data.format == "media":
+            assert self.vocabulary.tokenizer is not None  # _vocabulary refused to go without
+            return MediaSamples(source, order, self.vocabulary.tokenizer, self.config)
         packed = PackedSamples(
             self._documents(source),
             order,
@@ -105,7 +123,7 @@ class Dataset:
         location = Location(data.path, self._timeout_s)
         location.list_parquet()  # a missing dataset is reported as such, not as a lost tokenizer
         path = find_tokenizer(location, data.tokenizer)
-        if path is None and data.format == "text":
+        if path is None and data.format in ("text", "media"):
             raise DataError(
                 f"there is no tokenizer.json beside the dataset {data.path}",
                 "Set data.tokenizer to one, or build a dataset with `elastic-trainer make-dataset`",
@@ -120,6 +138,8 @@ class Dataset:
                 f"is {wanted}",
                 f"Set model.args.vocab_size to {tokenizer.vocab_size} or more",
             )
+        if data.format == "media":
+            eos_of(tokenizer)
         return Vocabulary(
             size=tokenizer.vocab_size,
             eos_id=tokenizer.eos_id,
@@ -158,7 +178,8 @@ def _check_settings(config: Config) -> None:
             "Set data.sequence_length to a positive number, such as 128",
         )
     positions = config.model.args.get("max_positions")
-    if data.format != "columns" and isinstance(positions, int) and positions < data.sequence_length:
+    is_sequence = data.format not in ("columns", "media")
+    if is_sequence and isinstance(positions, int) and positions < data.sequence_length:
         raise DataError(
             f"data.sequence_length is {data.sequence_length}, but the model has "
             f"{positions} positions",

@@ -5,6 +5,7 @@ from hashlib import sha256
 
 from elastic_trainer.config import Config
 from elastic_trainer.data.dataset import Dataset
+from elastic_trainer.data.media.collate import INPUT_FIELDS
 from elastic_trainer.data.synthetic import NUM_ROWS
 from elastic_trainer.errors import DataError
 
@@ -39,24 +40,31 @@ def describe(config: Config) -> DataInfo:
     dataset = Dataset(config)
     data, vocabulary = config.data, dataset.vocabulary
     num_eval_rows: int | None
+    input_fields: tuple[str, ...] = ("input_ids",)
+    label_fields: tuple[str, ...] = ("labels",)
     if data.format == "synthetic":
         num_rows, num_eval_rows = NUM_ROWS["train"], NUM_ROWS["eval"]
         rows = f"synthetic/{vocabulary.size}"
+        if data.size_sigma:
+            rows += f"/{data.size_sigma}"
     else:
         source, held_out = dataset.source("train"), dataset.source("eval")
         if source is None:
             raise DataError(f"the dataset {data.path} has no training data", "Set data.path")
         num_rows, rows = source.num_rows, source.fingerprint
         num_eval_rows = held_out.num_rows if held_out else None
-    is_columns = data.format == "columns"
+    if data.format == "columns":
+        input_fields, label_fields = tuple(data.input_columns), tuple(data.label_columns)
+    elif data.format == "media":
+        input_fields = INPUT_FIELDS
     order = (rows, vocabulary.fingerprint, data.sequence_length, data.shuffle, config.train.seed)
     return DataInfo(
         num_rows=num_rows,
         num_eval_rows=num_eval_rows,
         vocab_size=vocabulary.size,
         eos_id=vocabulary.eos_id,
-        input_fields=tuple(data.input_columns) if is_columns else ("input_ids",),
-        label_fields=tuple(data.label_columns) if is_columns else ("labels",),
+        input_fields=input_fields,
+        label_fields=label_fields,
         tokenizer_path=vocabulary.tokenizer_path,
         fingerprint=sha256(repr(order).encode()).hexdigest()[:16],
     )

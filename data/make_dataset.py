@@ -1,5 +1,7 @@
 """Building a dataset: documents from a source, split, tokenizer, Parquet shards, and a record.
 
+Those with pictures and sound are built by `data/media/build.py`; their folder is laid out alike.
+
 A dataset is a folder:
 
     data/train-00000-of-00001.parquet   text, source, text_chars; Hugging Face layout
@@ -11,12 +13,11 @@ Building twice with the same arguments gives the same content. The folder appear
 all: it is built under another name beside its place and renamed.
 """
 
+import inspect
 import json
 import os
-import shutil
-import uuid
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from elastic_trainer.data import gcide, stdlib_text
+from elastic_trainer.data.media.build import BUILDERS as MEDIA_BUILDERS
+from elastic_trainer.data.media.build import build_media
+from elastic_trainer.data.media.raw import Problems
+from elastic_trainer.data.publish import DatasetInfo, publish, reusable
 from elastic_trainer.data.raw import Provenance, RawDocument
+from elastic_trainer.data.split import held_out_names
 from elastic_trainer.data.tokenizer import Tokenizer, train_bpe
 from elastic_trainer.errors import DataError
 
@@ -34,27 +40,12 @@ Builder = Callable[..., tuple[Provenance, Iterable[RawDocument]]]
 # Each builder takes its own keyword arguments and returns the provenance and the documents.
 BUILDERS: dict[str, Builder] = {"stdlib-text": stdlib_text.build, "gcide": gcide.build}
 
+KINDS = (*BUILDERS, *MEDIA_BUILDERS)
+
 SHARD_BYTES = 64 << 20
 ROW_GROUP_BYTES = 8 << 20
 TOKENIZER_SAMPLE_CHARS = 8_000_000
 _FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DatasetInfo:
-    """What `dataset.json` records; `digest` covers every row of both splits."""
-
-    name: str
-    path: str
-    num_rows: int
-    num_eval_rows: int
-    num_chars: int
-    vocab_size: int
-    eos_id: int
-    digest: str
-    source: Provenance
-    arguments: dict[str, Any] = field(default_factory=dict)
-    reused: bool = False
 
 
 def make_dataset(
@@ -70,22 +61,35 @@ def make_dataset(
     """Build a dataset, or return the one that the same call built before.
 
     Args:
-        kind: a key of `BUILDERS`.
+        kind: a key of `BUILDERS` or of the media's.
         out: folder to create.
         vocab_size: entries of the tokenizer's vocabulary.
-        eval_fraction: share of documents held out, chosen by (seed, document name).
+        eval_fraction: share of documents or pictures held out, chosen by (seed, name).
         seed: of the split.
         overwrite: replace a dataset in `out` that was built otherwise.
         source: arguments of the builder, such as `deb` for gcide.
     """
-    builder = BUILDERS.get(kind)
-    if builder is None:
-        raise DataError(
-            f"there is no dataset called {kind!r}", f"Available are {', '.join(BUILDERS)}"
-        )
     if not 0 < eval_fraction < 1:
         raise DataError(f"eval_fraction is {eval_fraction}", "Choose one between 0 and 1")
     folder = Path(out).expanduser().absolute()
+    if kind in MEDIA_BUILDERS:
+        _check_arguments(kind, MEDIA_BUILDERS[kind], source, more=("on_error",))
+        return build_media(
+            kind,
+            folder,
+            vocab_size=vocab_size,
+            eval_fraction=eval_fraction,
+            seed=seed,
+            overwrite=overwrite,
+            **source,
+        )
+    builder = BUILDERS.get(kind)
+    if builder is None:
+        raise DataError(
+            f"there is no dataset called {kind!r}",
+            f"Available are {', '.join(KINDS)}",
+        )
+    _check_arguments(kind, builder, source)
     provenance, documents = builder(**source)
     arguments = {
         "format": _FORMAT,
@@ -95,14 +99,36 @@ def make_dataset(
         "seed": seed,
         "source": asdict(provenance),
     }
-    reusable = _reusable(folder, arguments, overwrite)
-    if reusable is not None:
-        return reusable
+    existing = reusable(folder, arguments, overwrite)
+    if existing is not None:
+        return existing
     train, held_out = split_documents(documents, eval_fraction=eval_fraction, seed=seed)
     tokenizer = train_bpe(sample_texts([d.text for d in train]), vocab_size)
     info = _describe(folder, provenance, arguments, train, held_out, tokenizer)
-    _publish(folder, info, train, held_out, tokenizer)
-    return info
+
+    def write(building: Path) -> DatasetInfo:
+        write_shards(building / "data", "train", train)
+        write_shards(building / "data", "eval", held_out)
+        (building / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
+        return info
+
+    return publish(folder, write)
+
+
+def _check_arguments(
+    kind: str,
+    builder: Callable[..., Any],
+    given: Mapping[str, Any],
+    more: Sequence[str] = (),
+) -> None:
+    """Refuse arguments that a builder does not have, naming those that it has."""
+    parameters = inspect.signature(builder).parameters.values()
+    known = [p.name for p in parameters if p.annotation is not Problems] + list(more)
+    for name in given:
+        if name not in known:
+            raise DataError(
+                f"make-dataset {kind} has no argument {name!r}", f"It has {', '.join(known)}"
+            )
 
 
 def _describe(
@@ -133,28 +159,18 @@ def split_documents(
 ) -> tuple[list[RawDocument], list[RawDocument]]:
     """Training and held-out documents. A document's side depends on its name and the seed alone;
     only where one side would be empty does the document nearest to the limit change over."""
-    scored = sorted(((_score(seed, d.name), d) for d in documents), key=lambda s: s[0])
-    if len(scored) < 2:
-        raise DataError(
-            f"the source holds {len(scored)} document(s); a dataset needs 2, one held out",
-            "Check the source",
-        )
-    num_held_out = sum(score < eval_fraction for score, _ in scored)
-    num_held_out = min(max(num_held_out, 1), len(scored) - 1)
-    held_out = [d for _, d in scored[:num_held_out]]
-    train = [d for _, d in scored[num_held_out:]]
-    return sorted(train, key=lambda d: d.name), sorted(held_out, key=lambda d: d.name)
+    ordered = sorted(documents, key=lambda d: d.name)
+    names = held_out_names([d.name for d in ordered], eval_fraction=eval_fraction, seed=seed)
+    return (
+        [d for d in ordered if d.name not in names],
+        [d for d in ordered if d.name in names],
+    )
 
 
 def sample_texts(texts: Sequence[str], limit: int = TOKENIZER_SAMPLE_CHARS) -> list[str]:
     """Every n-th text, n so large that about `limit` characters remain: enough for merges."""
     step = -(-sum(map(len, texts)) // limit)
     return list(texts[:: max(step, 1)])
-
-
-def _score(seed: int, name: str) -> float:
-    digest = sha256(f"{seed}/{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def _digest(train: Sequence[RawDocument], held_out: Sequence[RawDocument]) -> str:
@@ -167,67 +183,6 @@ def _digest(train: Sequence[RawDocument], held_out: Sequence[RawDocument]) -> st
     return digest.hexdigest()
 
 
-def _reusable(folder: Path, arguments: dict[str, Any], overwrite: bool) -> DatasetInfo | None:
-    """The dataset in `folder` if it is the one asked for; refuse to touch anything else."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return None
-    try:
-        facts = json.loads((folder / "dataset.json").read_text(encoding="utf-8"))
-        source = Provenance(**facts.pop("source"))
-        info = DatasetInfo(**{**facts, "source": source, "path": str(folder), "reused": True})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        raise DataError(
-            f"{folder} exists and is not a dataset built here", "Choose another folder"
-        ) from None
-    if info.arguments == arguments and _is_whole(folder):
-        return info
-    if not overwrite:
-        different = [name for name in arguments if info.arguments.get(name) != arguments[name]]
-        raise DataError(
-            f"{folder} holds a dataset ({info.name}) that differs from the one asked for in "
-            f"{', '.join(different) or 'missing files'}",
-            "Choose another folder, remove it, or pass overwrite",
-        )
-    return None
-
-
-def _is_whole(folder: Path) -> bool:
-    splits = [list((folder / "data").glob(f"{split}-*.parquet")) for split in ("train", "eval")]
-    return (folder / "tokenizer.json").is_file() and all(splits)
-
-
-def _publish(
-    folder: Path,
-    info: DatasetInfo,
-    train: Sequence[RawDocument],
-    held_out: Sequence[RawDocument],
-    tokenizer: Tokenizer,
-) -> None:
-    mark = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    building = folder.with_name(f".{folder.name}.building-{mark}")
-    try:
-        (building / "data").mkdir(parents=True)
-        write_shards(building / "data", "train", train)
-        write_shards(building / "data", "eval", held_out)
-        (building / "tokenizer.json").write_text(tokenizer.to_json(), encoding="utf-8")
-        facts = json.dumps(asdict(info), indent=2, sort_keys=True)
-        (building / "dataset.json").write_text(facts + "\n", encoding="utf-8")
-        if folder.exists():
-            replaced = folder.with_name(f".{folder.name}.replaced-{mark}")
-            os.replace(folder, replaced)
-            os.replace(building, folder)
-            shutil.rmtree(replaced)
-        else:
-            os.replace(building, folder)
-    except OSError as error:
-        raise DataError(
-            f"cannot write the dataset {folder}: {error.strerror or error}",
-            "Check free space and permissions, or choose another folder",
-        ) from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-
-
 def write_shards(folder: Path, split: str, documents: Sequence[RawDocument]) -> None:
     """Write one split as `SPLIT-00000-of-0000N.parquet`, in small row groups that seek well."""
     shards = _chunks(documents, SHARD_BYTES)
@@ -237,7 +192,7 @@ def write_shards(folder: Path, split: str, documents: Sequence[RawDocument]) -> 
         path = folder / f"{split}-{number:05}-of-{len(shards):05}.parquet"
         with pq.ParquetWriter(str(path), schema, compression="zstd") as writer:
             for rows in _chunks(shard, ROW_GROUP_BYTES):
-                columns = {
+                columns: dict[str, list[Any]] = {
                     "text": [d.text for d in rows],
                     "source": [d.name for d in rows],
                     "text_chars": [len(d.text) for d in rows],

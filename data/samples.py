@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from elastic_trainer.data.order import EpochOrder
 from elastic_trainer.data.sources import ParquetSource
 from elastic_trainer.errors import DataError
+from elastic_trainer.planner.sizes import ItemSize
 from elastic_trainer.types import Cursor
 
 Fields = dict[str, NDArray[Any]]
@@ -18,7 +19,7 @@ class Sample:
     """One sample: its arrays by field name, its id for the audit, and the cursor behind it.
 
     `num_tokens` counts positions (padding too), `num_valid` those that the loss counts. Fields have
-    no batch dimension.
+    no batch dimension. Samples of media have a `size` instead of fields until they are decoded.
     """
 
     fields: Fields
@@ -26,6 +27,7 @@ class Sample:
     num_tokens: int
     num_valid: int
     end: Cursor
+    size: ItemSize | None = None
 
 
 class SampleReader(Protocol):

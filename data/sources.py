@@ -1,11 +1,12 @@
 """Parquet datasets with random access by row: which files make a split, and reading them."""
 
+import copy
 import difflib
 import posixpath
 import re
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from hashlib import sha256
@@ -71,6 +72,7 @@ class ParquetSource:
         columns: Sequence[str],
         *,
         setting: str,
+        optional: Sequence[str] = (),
         cache_bytes: int = 2 * WINDOW_BYTES,
     ) -> None:
         """Open the files.
@@ -80,20 +82,19 @@ class ParquetSource:
             files: paths, in order.
             columns: names of the columns to read.
             setting: configuration key that chose the columns, for messages.
+            optional: columns that are read, too, where the first file has them.
             cache_bytes: decoded row groups to keep.
         """
         self.location = location
         self.files = tuple(files)
-        self.columns = tuple(columns)
+        self.nullable: frozenset[str] = frozenset()
         self._setting = setting
         self._cache_bytes = cache_bytes
-        self._cache: OrderedDict[int, pa.Table] = OrderedDict()
         with ThreadPoolExecutor(_OPEN_THREADS) as pool:
             self._metadata = list(pool.map(self._read_footer, self.files))
-        self.types: dict[str, Any] = {}
-        self.groups: list[RowGroup] = []
-        for number, metadata in enumerate(self._metadata):
-            self._add_file(number, metadata)
+        there = [column for column in optional if column in self.all_columns]
+        self.columns = tuple(dict.fromkeys([*columns, *there]))
+        self._read_schemas()
         self._starts = [0, *accumulate(group.num_rows for group in self.groups)]
         self.num_rows = self._starts[-1]
         if not self.num_rows:
@@ -101,6 +102,32 @@ class ParquetSource:
                 f"the dataset {location.given} is empty: {len(self.files)} file(s), no row",
                 "Build it again, or set data.path to one with rows",
             )
+
+    def part(self, columns: Sequence[str], nullable: Collection[str] = ()) -> "ParquetSource":
+        """The same rows with some of the columns only, read and kept by themselves.
+
+        Args:
+            columns: their names.
+            nullable: those of them whose cells may be null.
+        """
+        other = copy.copy(self)
+        other.columns = tuple(columns)
+        other.nullable = frozenset(nullable)
+        other._read_schemas()
+        return other
+
+    @property
+    def all_columns(self) -> list[str]:
+        """Names of all columns of the first file, those that are not read too."""
+        return list(self._metadata[0].schema.to_arrow_schema().names)
+
+    def _read_schemas(self) -> None:
+        """See that every file has the columns, and how large its row groups are."""
+        self._cache: OrderedDict[int, pa.Table] = OrderedDict()
+        self.types: dict[str, Any] = {}
+        self.groups: list[RowGroup] = []
+        for number, metadata in enumerate(self._metadata):
+            self._add_file(number, metadata)
 
     @property
     def fingerprint(self) -> str:
@@ -112,7 +139,7 @@ class ParquetSource:
         return sha256(repr((self.columns, facts)).encode()).hexdigest()[:16]
 
     def value(self, row: int, column: str) -> Any:
-        """One cell as a pyarrow scalar, never null."""
+        """One cell as a pyarrow scalar, null only where its column is nullable."""
         group, inside = self._find(row)
         return self._group(group).column(column)[inside]
 
@@ -201,7 +228,7 @@ class ParquetSource:
                 "Copy or build it again",
             ) from error
         for column in self.columns:
-            if table.column(column).null_count:
+            if table.column(column).null_count and column not in self.nullable:
                 row = table.column(column).is_null().to_pylist().index(True)
                 raise DataError(
                     f"column {column} is null in {self.where(self._starts[number] + row)} "
@@ -219,6 +246,7 @@ def open_split(
     *,
     setting: str,
     timeout_s: float,
+    optional: Sequence[str] = (),
 ) -> ParquetSource | None:
     """The source of one split; None where the dataset has no such split."""
     location = Location(eval_path if split == "eval" and eval_path else path, timeout_s)
@@ -227,4 +255,4 @@ def open_split(
         files = location.list_parquet()
     if not files:
         return None
-    return ParquetSource(location, files, columns, setting=setting)
+    return ParquetSource(location, files, columns, setting=setting, optional=optional)

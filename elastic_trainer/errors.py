@@ -3,6 +3,7 @@
     ElasticTrainerError
     ├── ConfigError          a setting is unknown, malformed or contradicts another
     ├── DataError            a dataset is missing, empty, damaged or has the wrong columns
+    │   └── PackingError     a sample is too long for any microbatch
     ├── ModelError           a model or loss cannot be imported, split or run
     ├── ScheduleError        a schedule is invalid: deadlock, missing action, wrong staleness
     ├── PlanError            no plan fits: more stages than layers, too little memory
@@ -48,6 +49,16 @@ class ConfigError(ElasticTrainerError):
 
 class DataError(ElasticTrainerError):
     """A dataset is missing, empty, damaged or has the wrong columns."""
+
+
+class PackingError(DataError):
+    """A sample is too long for any microbatch; `index` is its place among those to be packed."""
+
+    def __init__(self, what: str, hint: str = "", index: int = -1) -> None:
+        Exception.__init__(self, what, hint, index)
+        self.what = what
+        self.hint = hint
+        self.index = index
 
 
 class ModelError(ElasticTrainerError):

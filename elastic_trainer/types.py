@@ -128,13 +128,15 @@ class MicrobatchInfo:
     """Facts of one microbatch, known before it runs.
 
     `sample_ids` name what it holds, for the audit; `num_tokens` counts positions, `num_valid` those
-    that the loss counts.
+    that the loss counts. `skipped` names samples that would be in it but could not be read, each
+    with the reason.
     """
 
     num_samples: int
     num_tokens: int
     num_valid: int
     sample_ids: tuple[str, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +158,10 @@ class BatchInfo:
     @property
     def num_tokens(self) -> int:
         return sum(m.num_tokens for m in self.microbatches)
+
+    @property
+    def skipped(self) -> tuple[tuple[str, str], ...]:
+        return tuple(entry for m in self.microbatches for entry in m.skipped)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

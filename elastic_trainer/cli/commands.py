@@ -166,45 +166,6 @@ def plan(
     render.plan(made, as_json)
 
 
-@app.command("make-dataset")
-def make_dataset(
-    kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="stdlib-text, gcide, … (a wrong one lists all).")
-    ],
-    source: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]...", help="Arguments of that kind of dataset.", show_default=False
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder to make; default: datasets/KIND."),
-    ] = None,
-    vocab_size: Annotated[int, typer.Option(min=257, help="Entries of the tokenizer.")] = 4096,
-    eval_fraction: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Share of documents held out.")
-    ] = 0.05,
-    seed: Annotated[int, typer.Option(help="Seed of the split.")] = 0,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace another dataset in the folder.")
-    ] = False,
-) -> None:
-    """Make a dataset from what is on this machine: Parquet files with a tokenizer."""
-    from elastic_trainer.data.make_dataset import make_dataset as build
-
-    info = build(
-        kind,
-        out or Path("datasets") / kind,
-        vocab_size=vocab_size,
-        eval_fraction=eval_fraction,
-        seed=seed,
-        overwrite=overwrite,
-        **split_pairs(source or []),
-    )
-    render.dataset(info)
-
-
 @app.command()
 def status(
     run: RunArgument, storage: StorageOption = DEFAULT_STORAGE, as_json: JsonOption = False
@@ -362,14 +323,3 @@ def split_config(config: str | None, overrides: list[str] | None) -> tuple[str |
     if config is not None and "=" in config and not Path(config).exists():
         return None, [config, *settings]
     return config, settings
-
-
-def split_pairs(texts: list[str]) -> dict[str, Any]:
-    """`key=value` texts as a dict of texts."""
-    pairs = {}
-    for text in texts:
-        key, separator, value = text.partition("=")
-        if not separator or not key.isidentifier():
-            raise ConfigError(f"`{text}` is not an argument", "Write key=value without spaces.")
-        pairs[key] = value
-    return pairs

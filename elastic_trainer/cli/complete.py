@@ -15,6 +15,13 @@ def complete_config(incomplete: str) -> list[str]:
     return _matching(incomplete, [*recipe_names(), *files, *folders])
 
 
+def complete_dataset(incomplete: str) -> list[str]:
+    """Kinds of datasets."""
+    from elastic_trainer.data.make_dataset import KINDS
+
+    return _matching(incomplete, list(KINDS))
+
+
 def complete_override(incomplete: str) -> list[str]:
     """Settings, and the values of those with a fixed choice."""
     from elastic_trainer.config.tree import leaf_types

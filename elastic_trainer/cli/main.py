@@ -9,9 +9,12 @@ import typer
 
 from elastic_trainer.cli.chaos import chaos
 from elastic_trainer.cli.commands import app
+from elastic_trainer.cli.data import data_app, make_dataset
 from elastic_trainer.errors import ElasticTrainerError
 
 app.command()(chaos)
+app.command("make-dataset")(make_dataset)
+app.add_typer(data_app, name="data")
 
 INTERRUPTED = 130
 DEBUG = "--debug"

@@ -10,11 +10,16 @@ import typer
 
 from elastic_trainer.observability.changes import costs, headline
 from elastic_trainer.observability.lines import dump_json
-from elastic_trainer.observability.progress import format_bytes, format_duration, format_number
+from elastic_trainer.observability.progress import (
+    format_bytes,
+    format_count,
+    format_duration,
+    format_number,
+)
 from elastic_trainer.types import CheckpointInfo, Plan, to_jsonable
 
 if TYPE_CHECKING:
-    from elastic_trainer.data.make_dataset import DatasetInfo
+    from elastic_trainer.data.publish import DatasetInfo
     from elastic_trainer.testing.chaos.verdict import Verdict
 
 SHOWN_CHANGES = 10
@@ -50,11 +55,23 @@ def plan(made: Plan, as_json: bool) -> None:
 def dataset(info: "DatasetInfo") -> None:
     """What was made, and what to do with it."""
     verb = "Kept" if info.reused else "Made"
+    unit = "rows" if info.rows_with else "documents"
     typer.echo(
-        f"{verb} {info.path}: {info.num_rows} documents to train on, {info.num_eval_rows} held "
-        f"out, {info.num_chars / 1e6:.1f} million characters, vocabulary {info.vocab_size}"
+        f"{verb} {info.path}: {info.num_rows} {unit} to train on, {info.num_eval_rows} held "
+        f"out, {format_count(info.num_chars)} characters, vocabulary {info.vocab_size}"
     )
-    typer.echo(f"Train on it: elastic-trainer train gpt data.path={info.path}")
+    if not info.rows_with:
+        typer.echo(f"Train on it: elastic-trainer train gpt data.path={info.path}")
+        return
+    parts = [f"{name} in {num}" for name, num in info.rows_with.items() if num]
+    spoken = f"; {format_duration(info.audio_s)} of sound" if info.audio_s else ""
+    typer.echo(f"Rows with {', '.join(parts)}{spoken}")
+    if info.num_skipped:
+        typer.echo(f"Left out: {info.num_skipped}. The first of them:")
+        for reason in info.skipped[:3]:
+            typer.echo(f"- {reason}")
+    typer.echo(f"Look into it: elastic-trainer data inspect {info.path}")
+    typer.echo(f"Train on it: elastic-trainer train captions data.path={info.path}")
 
 
 def status(story: Mapping[str, Any], as_json: bool) -> None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 SCHEDULES = ("gpipe", "1f1b", "async_1f1b")
-MODELS = ("gpt", "vit", "mlp", "emulated", "hf")
+MODELS = ("gpt", "vit", "mlp", "multimodal", "emulated", "hf")
 OPTIMIZERS = ("adamw", "sgd", "nadam")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 PRECISIONS = ("fp32", "bf16", "fp16")
-DATA_FORMATS = ("text", "tokens", "columns", "synthetic")
+DATA_FORMATS = ("text", "tokens", "columns", "media", "synthetic")
+ON_ERROR = ("raise", "skip")
+PACKING = ("order", "greedy", "exact")
 CHANNELS = ("zmq", "torch")
 ENCRYPTION = ("on", "off")
 REDUCTIONS = ("sum", "mean")
@@ -37,7 +39,7 @@ class RunConfig:
 class ModelConfig:
     """Which layers to train."""
 
-    name: str = _doc("gpt", "A shipped model: gpt, vit, mlp, emulated or hf.")
+    name: str = _doc("gpt", "A shipped model: gpt, vit, mlp, multimodal, emulated or hf.")
     target: str | None = _doc(
         None, "Your own model, `package.module:function`; overrides `model.name`."
     )
@@ -63,7 +65,11 @@ class DataConfig:
 
     path: str = _doc("datasets/stdlib-text", "Parquet file or folder: local path or URI.")
     eval_path: str | None = _doc(None, "Held-out data; null takes the dataset's `eval` split.")
-    format: str = _doc("text", "text, tokens, columns (numbers as they are) or synthetic.")
+    format: str = _doc(
+        "text",
+        "text, tokens, columns (numbers as they are), media (pictures, sound and text) or "
+        "synthetic.",
+    )
     text_column: str = _doc("text", "Column with the text (format text).")
     tokens_column: str = _doc("tokens", "Column with lists of token ids (format tokens).")
     input_columns: list[str] = _doc([], "Columns that feed the first layer (format columns).")
@@ -79,6 +85,41 @@ class DataConfig:
         "where that can be.",
     )
     shuffle: bool = _doc(True, "Whether each epoch has its own order of rows.")
+    columns: dict[str, str] = _doc(
+        {}, "Columns that are named otherwise (format media), ours to yours: {image: img}."
+    )
+    on_error: str = _doc(
+        "raise",
+        "What to do with a sample whose picture, sound or text cannot be read (format media): "
+        "raise, or skip it and say so in the audit.",
+    )
+    media_workers: int = _doc(2, "Threads of the loader that decode (format media).")
+    patch_size: int = _doc(16, "Pixels along the side of a patch of a picture.")
+    max_patches: int = _doc(256, "A picture is scaled down to at most so many patches.")
+    max_image_pixels: int = _doc(
+        4_000_000,
+        "A larger picture is not decoded but an error; a JPEG is decoded at an eighth of its size "
+        "at the least if that makes it fit.",
+    )
+    sample_rate: int = _doc(16000, "Sound is resampled to so many samples per second.")
+    mel_bins: int = _doc(40, "Frequency bands of sound (log-mel).")
+    max_audio_s: float = _doc(20.0, "Seconds of a clip that are used; the rest is cut off.")
+    packing: str = _doc(
+        "greedy",
+        "How samples of unequal sizes (format media) share microbatches: greedy (balanced by "
+        "predicted cost, longest first), exact (the same, solved where that is not too much work) "
+        "or order (as they come). Which samples a batch holds does not depend on it.",
+    )
+    max_tokens_per_microbatch: int = _doc(
+        0,
+        "Most tokens of a packed microbatch; a batch that does not fit gets more microbatches. "
+        "0: any number.",
+    )
+    size_sigma: float = _doc(
+        0.0,
+        "Spread of the log-normal sizes of samples (format synthetic): the standard deviation of "
+        "their logarithm. 0: samples have no sizes.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

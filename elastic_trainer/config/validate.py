@@ -8,7 +8,9 @@ from elastic_trainer.config.schema import (
     ENCRYPTION,
     LR_SCHEDULES,
     MODELS,
+    ON_ERROR,
     OPTIMIZERS,
+    PACKING,
     PRECISIONS,
     REDUCTIONS,
     SCHEDULES,
@@ -22,6 +24,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model.name": MODELS,
     "loss.reduction": REDUCTIONS,
     "data.format": DATA_FORMATS,
+    "data.on_error": ON_ERROR,
+    "data.packing": PACKING,
     "train.precision": PRECISIONS,
     "optim.name": OPTIMIZERS,
     "optim.lr_schedule": LR_SCHEDULES,
@@ -35,6 +39,15 @@ LIMITS: dict[str, tuple[float, float | None]] = {
     "data.sequence_length": (1, None),
     "data.prefetch_updates": (1, None),
     "data.num_loaders": (1, None),
+    "data.media_workers": (1, None),
+    "data.patch_size": (2, None),
+    "data.max_patches": (4, None),
+    "data.max_image_pixels": (1, None),
+    "data.sample_rate": (1000, None),
+    "data.mel_bins": (1, None),
+    "data.max_audio_s": (0.01, None),
+    "data.max_tokens_per_microbatch": (0, None),
+    "data.size_sigma": (0, 4),
     "train.global_batch_size": (1, None),
     "train.max_steps": (1, None),
     "train.num_epochs": (1, None),
@@ -158,6 +171,22 @@ def _check_data(config: Config) -> None:
         raise ConfigError(
             f"`data.input_columns` and `data.label_columns` are not used by format {data.format}",
             "Set data.format=columns, or leave them empty.",
+        )
+    if data.format != "media" and data.columns:
+        raise ConfigError(
+            f"`data.columns` is not used by format {data.format}",
+            "Set data.format=media, or leave it empty.",
+        )
+    if data.format != "synthetic" and data.size_sigma:
+        raise ConfigError(
+            f"`data.size_sigma` is not used by format {data.format}",
+            "Set data.format=synthetic, or leave it 0.",
+        )
+    if config.pipeline.schedule == "async_1f1b" and data.max_tokens_per_microbatch:
+        raise ConfigError(
+            "`data.max_tokens_per_microbatch` needs a synchronous schedule: an asynchronous one "
+            "updates after each microbatch, so it cannot divide one into two",
+            "Set it to 0 and lower pipeline.microbatch_size, or use pipeline.schedule=1f1b.",
         )
 
 

@@ -1,8 +1,9 @@
 """Layers that sleep instead of computing: many stages run on few cores, everything else is real.
 
 A layer sleeps `forward_s` and `backward_s` for a full microbatch, and for a smaller one in
-proportion to its samples. What it hands on has the profile's size; one number per sample of it is
-computed, so that gradients, updates and their order still matter and can be compared.
+proportion to its samples, or to what a field of the microbatch says that its samples cost. What it
+hands on has the profile's size; one number per sample of it is computed, so that gradients, updates
+and their order still matter and can be compared.
 """
 
 import threading
@@ -72,7 +73,9 @@ class _Emulate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: "Emulated") -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, layer: "Emulated", part: float
+    ) -> Tensor:
         started = PACER.now()
         scale = _array(weight)
         column = _first_column(x).astype(scale.dtype, copy=False)
@@ -81,12 +84,13 @@ class _Emulate(torch.autograd.Function):
         out[:, 0] = y
         ctx.kept = column, y, scale.copy()  # of the version that this forward used
         ctx.layer, ctx.shape, ctx.dtype, ctx.device = layer, x.shape, x.dtype, x.device
+        ctx.part = part
         result = torch.from_numpy(out).to(x.device)
-        PACER.wait(layer.forward_s * len(y) / layer.microbatch_size, started)
+        PACER.wait(layer.forward_s * part, started)
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor, Tensor, None, None]:
         started = PACER.now()
         column, y, scale = ctx.kept
         inner = _array(grads[0])[:, 0] * (1 - y * y)
@@ -98,8 +102,8 @@ class _Emulate(torch.autograd.Function):
         grad_weight = torch.from_numpy((inner * column).sum(keepdims=True)).to(ctx.device)
         grad_bias = torch.from_numpy(inner.sum(keepdims=True)).to(ctx.device)
         layer: Emulated = ctx.layer
-        PACER.wait(layer.backward_s * len(y) / layer.microbatch_size, started)
-        return grad_x, grad_weight, grad_bias, None
+        PACER.wait(layer.backward_s * ctx.part, started)
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _SquaredDistance(torch.autograd.Function):
@@ -141,19 +145,28 @@ class Costs:
 
 
 class Emulated(nn.Module):
-    """A layer that takes its time; `width` floats per sample leave it."""
+    """A layer that takes its time; `width` floats per sample leave it.
 
-    def __init__(self, costs: Costs, microbatch_size: int):
+    It takes a full microbatch's time for `microbatch_size` samples, or for as much in the field
+    `cost_field`, if it has one.
+    """
+
+    def __init__(self, costs: Costs, microbatch_size: int, cost_field: str | None = None):
         super().__init__()
         self.forward_s = costs.forward_s
         self.backward_s = costs.backward_s
         self.microbatch_size = microbatch_size
+        self.cost_field = cost_field
         self.width = max(1, round(costs.activation_bytes / (FLOAT_BYTES * microbatch_size)))
         self.weight = nn.Parameter(torch.empty(1).uniform_(0.5, 1.5))
         self.bias = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = _Emulate.apply(x, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+    def forward(self, x: Tensor, **fields: Tensor) -> Tensor:
+        work = len(x) if self.cost_field is None else float(_array(fields[self.cost_field]).sum())
+        part = work / self.microbatch_size
+        y: Tensor = _Emulate.apply(  # type: ignore[no-untyped-call]
+            x, self.weight, self.bias, self, part
+        )
         return y
 
 
@@ -176,7 +189,9 @@ def emulated(
     """Layers `layers.0` …, from a list of profiles or all alike.
 
     A profile is a mapping with any of forward_s, backward_s, activation_bytes; what it leaves out
-    comes from the arguments of the same name. All are for a microbatch of `microbatch_size`.
+    comes from the arguments of the same name. All are for a microbatch of `microbatch_size`. With
+    `cost_field` it also names a field of the microbatch, one number per sample of about 1 on
+    average: samples then take as long as these say.
     """
     common: dict[str, Any] = {
         "forward_s": forward_s,
@@ -190,7 +205,13 @@ def emulated(
     specs = [
         LayerSpec(
             f"layers.{i}",
-            partial(Emulated, _costs(i, profile, common), microbatch_size),
+            partial(
+                Emulated,
+                _costs(i, profile, common),
+                microbatch_size,
+                profile.get(outline.COST_FIELD),
+            ),
+            batch_fields=tuple(filter(None, [profile.get(outline.COST_FIELD)])),
         )
         for i, profile in enumerate(profiles)
     ]

@@ -56,6 +56,11 @@ class Unsplit:
 
     def logits(self, input_ids: Tensor) -> Tensor:
         """Logits of each position, for language models."""
+        if len(self.model.input_fields) != 1:
+            raise ModelError(
+                f"The model reads {', '.join(self.model.input_fields)}, not text alone",
+                "Only language models generate text",
+            )
         output = self.forward({self.model.input_fields[0]: input_ids})
         if not isinstance(output, Tensor) or output.dim() != 3:
             raise ModelError(

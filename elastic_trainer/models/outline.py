@@ -22,6 +22,8 @@ from elastic_trainer.models.arguments import (
 ACTIVATIONS = ("relu", "gelu", "tanh")
 GELUS = ("tanh", "exact")
 COSTS = ("forward_s", "backward_s", "activation_bytes")
+COST_FIELD = "cost_field"
+FREEZABLE = ("vision", "audio")
 
 
 def gpt(
@@ -105,6 +107,33 @@ def mlp(
     return num_layers
 
 
+def multimodal(
+    *,
+    vocab_size: int,
+    patch_size: int = 16,
+    mel_bins: int = 40,
+    vision_layers: int = 3,
+    audio_layers: int = 2,
+    lm_layers: int = 4,
+    dim: int = 128,
+    num_heads: int = 4,
+    dropout: float = 0.0,
+    freeze: Sequence[str] = (),
+    tie_embeddings: bool = False,
+) -> int:
+    """Layers of two encoders and a language model with these arguments."""
+    del tie_embeddings
+    require_positive("multimodal", vocab_size=vocab_size, patch_size=patch_size, mel_bins=mel_bins)
+    require_positive("multimodal", vision_layers=vision_layers, audio_layers=audio_layers)
+    require_positive("multimodal", lm_layers=lm_layers, dim=dim, num_heads=num_heads)
+    require_heads("multimodal", dim, num_heads)
+    require_fraction("multimodal", dropout=dropout)
+    for name in freeze:
+        require_choice("multimodal", "freeze", name, FREEZABLE)
+    # Each encoder has an entry and a projector, the language model an entry and a head.
+    return vision_layers + audio_layers + lm_layers + 6
+
+
 def emulated(
     *,
     layers: Sequence[Mapping[str, Any]] | None = None,
@@ -132,10 +161,13 @@ def emulated_costs(
     where = f"emulated: layer {index}"
     if not isinstance(profile, Mapping):
         raise ModelError(f"{where} is {profile!r}, a mapping is needed", f"Give {', '.join(COSTS)}")
+    known = (*COSTS, COST_FIELD)
     for name in profile:
-        if name not in COSTS:
-            raise ModelError(f"{where} has no cost {name!r} ({nearest(str(name), COSTS)})")
-    values = {**common, **profile}
+        if name not in known:
+            raise ModelError(f"{where} has no cost {name!r} ({nearest(str(name), known)})")
+    if not isinstance(field := profile.get(COST_FIELD, ""), str):
+        raise ModelError(f"{where}: {COST_FIELD} is {field!r}, a name is needed")
+    values = {**common, **{name: profile[name] for name in COSTS if name in profile}}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ModelError(
@@ -149,6 +181,7 @@ OUTLINES: Mapping[str, Callable[..., int]] = {
     "gpt": gpt,
     "vit": vit,
     "mlp": mlp,
+    "multimodal": multimodal,
     "emulated": emulated,
 }
 
@@ -170,6 +203,9 @@ def shipped_arguments(config: Config) -> dict[str, Any]:
     args = dict(config.model.args)
     if config.model.name == "gpt":
         args.setdefault("max_positions", config.data.sequence_length)
+    if config.model.name == "multimodal":
+        args.setdefault("patch_size", config.data.patch_size)
+        args.setdefault("mel_bins", config.data.mel_bins)
     if config.model.name == "emulated":
         args.setdefault("microbatch_size", config.pipeline.microbatch_size)
     return args

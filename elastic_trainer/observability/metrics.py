@@ -64,6 +64,7 @@ class RunMetrics:
             store.add(series.SKIPPED, 1 if line.get("skipped") else 0)
             store.add(series.SAMPLES, line.get("samples") or 0, line.get("modality") or "text")
             store.add(series.TOKENS, line.get("tokens") or 0)
+            store.add(series.UNREADABLE, line.get("unreadable") or 0)
         store.set(series.UPDATE, line["update"])
         store.set(series.LOSS, line.get("loss"))
         store.set(series.LEARNING_RATE, line.get("lr"))

@@ -3,7 +3,7 @@
 config.yaml               the resolved configuration
 plan.json                 the newest plan
 metrics.jsonl             one line per update, in order, without gaps or repeats
-audit.jsonl               the samples of each update, one list per microbatch
+audit.jsonl               the samples of each update, one list per microbatch, and those skipped
 status.json               where the run stands; replaced atomically
 events.jsonl              what happened: start, plan, checkpoint, evaluation, failure, end
 membership.jsonl          one line per change of the membership, with the plan that came of it
@@ -89,16 +89,25 @@ class RunRecord:
         """Keep the plan that the workers now follow."""
         write_atomically(self.path / PLAN_FILE, dump_json(to_jsonable(plan), indent=2) + "\n")
 
-    def append_update(self, line: Mapping[str, Any], samples: Sequence[Sequence[str]] = ()) -> None:
+    def append_update(
+        self,
+        line: Mapping[str, Any],
+        samples: Sequence[Sequence[str]] = (),
+        skipped: Sequence[tuple[str, str]] = (),
+    ) -> None:
         """Append the line of one update; `line["update"]` follows on the last one.
 
         Args:
             line: the update's metrics.
             samples: ids of what it was trained on, by microbatch.
+            skipped: ids of what would have been among it but could not be read, each with why.
         """
         update = line["update"]
         assert update > self.last_update, f"update {update} is recorded already"
-        self._samples.append({"update": update, "samples": samples})
+        audited: dict[str, Any] = {"update": update, "samples": samples}
+        if skipped:
+            audited["skipped"] = dict(skipped)
+        self._samples.append(audited)
         self._lines.append(line)
         self.last_update = update
 

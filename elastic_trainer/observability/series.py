@@ -53,6 +53,9 @@ def _histogram(name: str, text: str) -> Spec:
 UPDATES = _counter("updates_total", "Committed optimizer steps.")
 SKIPPED = _counter("skipped_updates_total", "Updates skipped because a gradient overflowed.")
 SAMPLES = _counter("samples_total", "Samples of committed updates.", "modality")
+UNREADABLE = _counter(
+    "unreadable_samples_total", "Samples of committed updates skipped because they were damaged."
+)
 TOKENS = _counter("tokens_total", "Tokens (positions) of committed updates.")
 BUSY = _counter("stage_busy_seconds_total", "Time of each stage by what it did.", "stage", "phase")
 TRANSFER = _counter(

@@ -73,8 +73,8 @@ def resolve_config(
     config = load_config(source, [*overrides, *extra])
     data = describe(config)
     args = dict(config.model.args)
-    is_gpt = config.model.target is None and config.model.name == "gpt"
-    if is_gpt and data.vocab_size is not None:
+    is_language = config.model.target is None and config.model.name in ("gpt", "multimodal")
+    if is_language and data.vocab_size is not None:
         args.setdefault("vocab_size", data.vocab_size)
     return replace(
         config,

@@ -9,7 +9,7 @@ import pytest
 
 from elastic_trainer.actors.recorder import Recorder
 from elastic_trainer.config import Config, DataConfig
-from elastic_trainer.observability.runs import read_status
+from elastic_trainer.observability.runs import read_audit, read_status
 from elastic_trainer.schedule.build import build
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.types import (
@@ -91,11 +91,34 @@ def test_the_norm_in_the_metrics_is_that_of_all_stages(
     assert (line["loss"], line["time"]) == (2.5, 102.0)
 
 
+def test_samples_that_could_not_be_read_are_audited_and_counted(
+    text_run: Recorder, tmp_path: Path
+) -> None:
+    micros = (
+        MicrobatchInfo(num_samples=1, num_tokens=8, num_valid=8, sample_ids=("4",)),
+        MicrobatchInfo(
+            num_samples=0, num_tokens=1, num_valid=0, sample_ids=(), skipped=(("7", "cut short"),)
+        ),
+    )
+    segment = Segment(
+        generation=1, index=0, kind="train", schedule="1f1b",
+        batches=(BatchInfo(update=1, microbatches=micros, end=Cursor()),),
+        actions=build("1f1b", NUM_STAGES, [2]),
+    )  # fmt: skip
+    text_run.segment(segment, [report(s, 1.0) for s in range(NUM_STAGES)], plan("1f1b"))
+    (audit,) = read_audit(tmp_path)
+    assert audit == {"update": 1, "samples": [["4"], []], "skipped": {"7": "cut short"}}
+    assert 'unreadable_samples_total{run="run"} 1.0' in text_run.metrics.text()
+    events = (tmp_path / "events.jsonl").read_text()
+    assert "sample 7 was skipped: cut short" in events
+
+
 @pytest.mark.parametrize(
     ("data_format", "expected"),
     [
         ("text", math.exp(1.5)),
         ("tokens", math.exp(1.5)),
+        ("media", math.exp(1.5)),
         ("columns", None),
         ("synthetic", None),
     ],

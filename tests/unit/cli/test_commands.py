@@ -23,7 +23,7 @@ from elastic_trainer.observability.record import RunRecord
 from elastic_trainer.types import CheckpointInfo, Plan, Prediction, StagePlan
 
 COMMANDS = (
-    "train plan make-dataset status runs stop scale drain checkpoints export generate evaluate"
+    "train plan make-dataset data status runs stop scale drain checkpoints export generate evaluate"
 ).split()
 PLAN = Plan(
     generation=1,

@@ -1,12 +1,17 @@
 """Small datasets for the tests of the data package."""
 
+import io
+import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import soundfile
+from PIL import Image
 
 from elastic_trainer.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
 from elastic_trainer.data.tokenizer import Tokenizer, train_bpe
@@ -71,3 +76,66 @@ def config() -> Callable[..., Config]:
 @pytest.fixture(scope="session")
 def texts() -> Sequence[str]:
     return TEXTS
+
+
+def make_picture(width: int = 20, height: int = 10, shade: int = 0, kind: str = "PNG") -> bytes:
+    """The bytes of a picture file."""
+    buffer = io.BytesIO()
+    Image.new("L", (width, height), shade).save(buffer, kind)
+    return buffer.getvalue()
+
+
+def make_sound(num_samples: int = 800, rate: int = 8000, kind: str = "WAV") -> bytes:
+    """The bytes of a sound file."""
+    buffer = io.BytesIO()
+    soundfile.write(buffer, np.sin(np.arange(num_samples) / 5) / 2, rate, format=kind)
+    return buffer.getvalue()
+
+
+def write_tar(path: Path | None, members: Mapping[str, bytes], mode: str = "w") -> bytes:
+    """A tar archive with these files, in order."""
+    buffer = io.BytesIO()
+    opened: Any = tarfile.open(fileobj=buffer, mode=mode)  # type: ignore[call-overload]
+    with opened as tar:
+        for name, content in members.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o644
+            tar.addfile(entry, io.BytesIO(content))
+    if path is not None:
+        path.write_bytes(buffer.getvalue())
+    return buffer.getvalue()
+
+
+def write_deb(path: Path, members: Mapping[str, bytes]) -> Path:
+    """A Debian package that holds these files."""
+    control = {"./control": f"Package: {path.name.split('_')[0]}\nVersion: 1\n".encode()}
+    archive = b"!<arch>\n"
+    for name, data in (
+        ("debian-binary", b"2.0\n"),
+        ("control.tar.gz", write_tar(None, control, "w:gz")),
+        ("data.tar.gz", write_tar(None, {f"./{n}": m for n, m in members.items()}, "w:gz")),
+    ):
+        archive += f"{name:<16}{0:<12}{0:<6}{0:<6}{'100644':<8}{len(data):<10}`\n".encode()
+        archive += data + b"\n" * (len(data) % 2)
+    path.write_bytes(archive)
+    return path
+
+
+@pytest.fixture(scope="session")
+def picture() -> Callable[..., bytes]:
+    return make_picture
+
+
+@pytest.fixture(scope="session")
+def sound() -> Callable[..., bytes]:
+    return make_sound
+
+
+@pytest.fixture(scope="session")
+def tar() -> Callable[..., bytes]:
+    return write_tar
+
+
+@pytest.fixture(scope="session")
+def deb() -> Callable[[Path, Mapping[str, bytes]], Path]:
+    return write_deb

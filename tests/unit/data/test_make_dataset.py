@@ -2,12 +2,10 @@
 
 import base64
 import gzip
-import io
 import json
 import os
 import subprocess
 import sys
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from elastic_trainer.config import Config
-from elastic_trainer.data import gcide, stdlib_text
+from elastic_trainer.data import gcide, packages, stdlib_text
 from elastic_trainer.data import make_dataset as module
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
 from elastic_trainer.data.make_dataset import make_dataset, sample_texts, split_documents
+from elastic_trainer.data.publish import DatasetInfo
 from elastic_trainer.data.raw import RawDocument
 from elastic_trainer.errors import DataError
 
@@ -43,7 +42,7 @@ def sources(tmp_path: Path) -> Path:
     return root
 
 
-def build(sources: Path, out: Path, **changes: Any) -> module.DatasetInfo:
+def build(sources: Path, out: Path, **changes: Any) -> DatasetInfo:
     arguments = {"vocab_size": 300, "eval_fraction": 0.2, "root": str(sources), **changes}
     return make_dataset("stdlib-text", out, **arguments)
 
@@ -196,37 +195,18 @@ def digits(number: int) -> str:
     return text
 
 
-def make_deb(path: Path) -> Path:
-    """A Debian package with a dictionary of two entries, one of them under two headwords."""
+@pytest.fixture
+def make_deb(deb: Callable[..., Path]) -> Callable[[Path], Path]:
+    """Makes a Debian package with a dictionary of two entries, one of them under two headwords."""
     content = "\n".join(ENTRIES).encode()
     index, at = "", 0
     for entry, words in zip(ENTRIES, (["00databaseinfo"], ["cat", "puss"], ["dog"]), strict=True):
         size = len(entry.encode())
         index += "".join(f"{word}\t{digits(at)}\t{digits(size)}\n" for word in words)
         at += size + 1
-    members = {"./usr/share/dictd/gcide.dict.dz": gzip.compress(content)}
-    members["./usr/share/dictd/gcide.index"] = index.encode()
-    control = {"./control": b"Package: dict-gcide\nVersion: 1.2\nArchitecture: all\n"}
-    archive = b"!<arch>\n"
-    for name, data in (
-        ("debian-binary", b"2.0\n"),
-        ("control.tar.gz", _tar(control)),
-        ("data.tar.gz", _tar(members)),
-    ):
-        archive += f"{name:<16}{0:<12}{0:<6}{0:<6}{'100644':<8}{len(data):<10}`\n".encode()
-        archive += data + b"\n" * (len(data) % 2)
-    path.write_bytes(archive)
-    return path
-
-
-def _tar(members: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        for name, data in members.items():
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = len(data), 0o644
-            tar.addfile(entry, io.BytesIO(data))
-    return buffer.getvalue()
+    members = {"usr/share/dictd/gcide.dict.dz": gzip.compress(content)}
+    members["usr/share/dictd/gcide.index"] = index.encode()
+    return lambda path: deb(path, members)
 
 
 def executable(folder: Path, name: str, script: str) -> None:
@@ -242,7 +222,7 @@ needs_dpkg = pytest.mark.skipif(
 
 
 @needs_dpkg
-def test_dictionary_from_a_package_file(tmp_path: Path) -> None:
+def test_dictionary_from_a_package_file(tmp_path: Path, make_deb: Callable[[Path], Path]) -> None:
     deb = make_deb(tmp_path / "dict-gcide_1.2_all.deb")
     out = tmp_path / "out"
     info = make_dataset(
@@ -255,7 +235,9 @@ def test_dictionary_from_a_package_file(tmp_path: Path) -> None:
 
 
 @needs_dpkg
-def test_dictionary_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dictionary_downloaded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_deb: Callable[[Path], Path]
+) -> None:
     deb = make_deb(tmp_path / "made.deb")
     bin_dir, cache = tmp_path / "bin", tmp_path / "cache"
     executable(
@@ -273,7 +255,9 @@ def test_dictionary_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert gcide.build(cache_dir=str(cache))[1] == documents, "an unpacked package needs no tools"
 
 
-def test_no_apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_apt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_deb: Callable[[Path], Path]
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DataError, match=r"no apt-get.*copy the .deb here.*stdlib-text"):
         gcide.build(cache_dir=str(tmp_path / "cache"))
@@ -295,16 +279,16 @@ def test_apt_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="Unable to locate package.*Run `apt-get update`"):
         gcide.build(cache_dir=cache)
     executable(tmp_path / "bin", "apt-get", "exit 0")
-    with pytest.raises(DataError, match="left no dict-gcide package"):
+    with pytest.raises(DataError, match="left no dict-gcide_"):
         gcide.build(cache_dir=cache)
     executable(tmp_path / "bin", "apt-get", "exec sleep 60")
-    monkeypatch.setattr(gcide, "_DOWNLOAD_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(packages, "_DOWNLOAD_TIMEOUT_S", 0.2)
     with pytest.raises(DataError, match="no end within 0.2 s"):
         gcide.build(cache_dir=cache)
 
 
 @needs_dpkg
-def test_damaged_package(tmp_path: Path) -> None:
+def test_damaged_package(tmp_path: Path, make_deb: Callable[[Path], Path]) -> None:
     deb = make_deb(tmp_path / "dict-gcide_1.2_all.deb")
     deb.write_bytes(deb.read_bytes()[:200])
     with pytest.raises(DataError, match="cannot unpack"):

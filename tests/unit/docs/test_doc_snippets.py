@@ -136,7 +136,11 @@ def check_elastic_trainer(arguments: list[str]) -> None:
         return
     name, *rest = arguments
     assert name in group.commands, name
-    given = group.commands[name].make_context(name, list(rest)).params
+    command = group.commands[name]
+    while hasattr(command, "commands"):
+        name, *rest = rest
+        command = command.commands[name]
+    given = command.make_context(name, list(rest)).params
     if name in ("train", "plan"):
         config, overrides = split_config(given["config"], given["overrides"])
         is_run = config is not None and (config.startswith(("runs/", "/")) or config == "RUN")

@@ -143,3 +143,17 @@ def test_waiting_takes_time_but_no_processor() -> None:
 def test_bad_profiles_are_refused(args: dict[str, object], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         emulated(**args)  # type: ignore[arg-type]
+
+
+def test_durations_follow_a_field_of_the_microbatch(clock: LateClock) -> None:
+    clock.late_s = 0.0
+    costs = {"forward_s": 0.25, "backward_s": 0.5}
+    model = emulated(layers=[{**costs, "cost_field": "weight"}, costs], microbatch_size=4)
+    assert [spec.batch_fields for spec in model.layers] == [("weight",), ()]
+    first, second = build_layers(model, 0, 2, seed=0).values()
+    x = torch.ones(2, 3)
+    y = second(first(x, weight=torch.tensor([3.0, 5.0])))
+    model.loss(y, {}).backward()  # type: ignore[no-untyped-call]
+    assert clock.slept == pytest.approx([0.5, 0.125, 0.25, 1.0])
+    with pytest.raises(ModelError, match="layer 0: cost_field is 3, a name is needed"):
+        emulated(layers=[{"cost_field": 3}])

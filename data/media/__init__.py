@@ -1,0 +1,1 @@
+"""Pictures and sound: reading them from packages and files, measuring, decoding, collating."""

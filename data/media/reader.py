@@ -1,0 +1,347 @@
+"""Samples of pictures, sound and text from Parquet: sizes first, decoding when a batch is known.
+
+Which samples a batch holds, and how it is packed, follows from the order of rows and from the size
+columns alone: nothing is decoded for it. A sample that cannot be read keeps its place in its
+microbatch and contributes nothing, so that one damaged file moves no other sample.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from elastic_trainer.config import Config
+from elastic_trainer.data.media.audio import (
+    AudioLimits,
+    audio_size,
+    decode_audio,
+    log_mel,
+    num_frames,
+)
+from elastic_trainer.data.media.collate import Decoded, collate, opened_text_tokens
+from elastic_trainer.data.media.images import (
+    ImageLimits,
+    decode_image,
+    image_size,
+    patch_rows_columns,
+    patchify,
+)
+from elastic_trainer.data.samples import Fields, RowOrder, Sample
+from elastic_trainer.data.sources import ParquetSource
+from elastic_trainer.data.tokenizer import Tokenizer
+from elastic_trainer.errors import DataError
+from elastic_trainer.planner.sizes import ItemSize
+from elastic_trainer.types import Cursor, MicrobatchInfo
+
+MEDIA_COLUMNS = ("image", "audio")
+SIZE_COLUMNS = {
+    "image": ("image_width", "image_height"),
+    "audio": ("audio_samples", "audio_rate"),
+}
+FIELDS_OF = {
+    "image": frozenset({"patches", "patch_grid", "image_lengths"}),
+    "audio": frozenset({"frames", "clip_lengths"}),
+}
+COLUMNS = (*MEDIA_COLUMNS, "text", "id", *(c for names in SIZE_COLUMNS.values() for c in names))
+_DECODED_AHEAD = 4  # samples per thread that are under way or wait to be collected
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """A picture or a clip as it lies on storage."""
+
+    data: bytes | None
+    path: str | None = None
+
+    def read(self) -> bytes:
+        if self.data is None:
+            raise DataError(
+                f"the file {self.path} is named, but not held",
+                "Write the dataset with the bytes of its files",
+            )
+        return self.data
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A sample as it lies on storage."""
+
+    where: str
+    media: Mapping[str, Sequence[_File]]
+    text: str | None
+    size: ItemSize
+
+
+class MediaSamples:
+    """Rows of pictures, sound and text, each of both from none to many.
+
+    Args:
+        source: the chosen columns of the dataset.
+        order: of its rows.
+        tokenizer: of the text; it has an id that ends a text.
+        config: limits of sizes, names of columns, and what to do with what cannot be read.
+    """
+
+    def __init__(
+        self, source: ParquetSource, order: RowOrder, tokenizer: Tokenizer, config: Config
+    ) -> None:
+        data = config.data
+        self._names = {name: data.columns.get(name, name) for name in COLUMNS}
+        self._order = order
+        self._tokenizer = tokenizer
+        self._eos_id = eos_of(tokenizer)
+        self._skips = data.on_error == "skip"
+        self._image, self._audio = limits_of(config)
+        self._kinds = [k for k in MEDIA_COLUMNS if self._names[k] in source.columns]
+        _check_columns(source, self._names, self._kinds, data.columns)
+        heavy = [self._names[kind] for kind in self._kinds]
+        light = [column for column in source.columns if column not in heavy]
+        self._heavy = source.part(heavy, nullable=heavy)
+        self._light = source.part(light, nullable=light)
+        self._workers = data.media_workers
+        self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="decode")
+
+    def next(self, cursor: Cursor) -> Sample:
+        """The sample at the cursor, undecoded: its id and its sizes."""
+        self._order.check(cursor)
+        row = self._order.row(cursor.epoch, cursor.row)
+        size = self._size(row)
+        following = cursor.row + 1
+        end = Cursor(epoch=cursor.epoch, row=following)
+        if following == self._order.num_rows:
+            end = Cursor(epoch=cursor.epoch + 1)
+        return Sample({}, str(row), size.num_tokens, size.text_tokens, end, size)
+
+    def load(
+        self, microbatches: Sequence[Sequence[Sample]], wanted: Collection[str] | None = None
+    ) -> tuple[list[MicrobatchInfo], list[Fields]]:
+        """Decode these samples; facts and fields of each microbatch.
+
+        Args:
+            microbatches: samples without fields.
+            wanted: the fields to make, None: all. Facts are the same whichever these are.
+
+        Raises:
+            DataError: one cannot be read, or under `data.on_error: skip` none at all.
+        """
+        flat = [sample for samples in microbatches for sample in samples]
+        decoded = self.decode(flat, self._kinds_for(wanted))
+        infos, fields = [], []
+        for samples in microbatches:
+            results = [next(decoded) for _ in samples]
+            good = [result for result in results if isinstance(result, Decoded)]
+            made = self.collate(good)
+            infos.append(_describe(samples, results, made))
+            fields.append({k: v for k, v in made.items() if wanted is None or k in wanted})
+        if flat and not any(info.num_samples for info in infos):
+            raise DataError(
+                f"none of the {len(flat)} samples of a batch can be read",
+                "Set data.on_error=raise to see why",
+            )
+        return infos, fields
+
+    def collate(self, samples: Sequence[Decoded]) -> Fields:
+        """The fields of a microbatch of these samples."""
+        return collate(
+            samples,
+            eos_id=self._eos_id,
+            patch_size=self._image.patch_size,
+            mel_bins=self._audio.mel_bins,
+        )
+
+    def _kinds_for(self, wanted: Collection[str] | None) -> list[str]:
+        """What must be decoded for these fields."""
+        # Whether a sample is skipped is known only once all of it is decoded.
+        if wanted is None or self._skips:
+            return self._kinds
+        return [kind for kind in self._kinds if not FIELDS_OF[kind].isdisjoint(wanted)]
+
+    def decode(
+        self, samples: Sequence[Sample], kinds: Sequence[str] | None = None
+    ) -> Iterator[Decoded | DataError]:
+        """What the threads make of the samples, in order, a few ahead of the reader.
+
+        Args:
+            samples: without fields.
+            kinds: of media to decode, None: all. Others have only their sizes, and no content.
+        """
+        kinds = self._kinds if kinds is None else kinds
+        waiting: deque[Future[Decoded | DataError]] = deque()
+        for sample in samples:
+            # Storage is read by this thread alone; only the decoding is spread.
+            waiting.append(self._pool.submit(self._decode, self._row(sample, kinds)))
+            if len(waiting) >= _DECODED_AHEAD * self._workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def _decode(self, row: _Row) -> Decoded | DataError:
+        try:
+            if row.text is None or not row.text.strip():
+                raise DataError("the text is missing", "Remove it, or set data.on_error=skip")
+            tokens = self._tokenizer.encode(row.text)
+            return Decoded(self._pictures(row), self._clips(row), tokens)
+        except DataError as error:
+            told = DataError(f"{row.where}: {error.what}", error.hint)
+            if self._skips:
+                return told
+            raise told from error
+
+    def _pictures(self, row: _Row) -> list[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
+        size = self._image.patch_size
+        if "image" in row.media:
+            decoded = (decode_image(file.read(), self._image) for file in row.media["image"])
+            return [patchify(picture, size) for picture in decoded]
+        patch, place = np.zeros((1, 3 * size**2), np.uint8), np.zeros((1, 2), np.int64)
+        return [
+            (np.broadcast_to(patch, (n, patch.size)), np.broadcast_to(place, (n, 2)))
+            for n in row.size.image_patches
+        ]
+
+    def _clips(self, row: _Row) -> list[NDArray[np.float32]]:
+        if "audio" in row.media:
+            decoded = (decode_audio(file.read(), self._audio) for file in row.media["audio"])
+            return [log_mel(clip, self._audio) for clip in decoded]
+        frame = np.zeros((1, self._audio.mel_bins), np.float32)
+        return [np.broadcast_to(frame, (n, frame.size)) for n in row.size.audio_frames]
+
+    def _row(self, sample: Sample, kinds: Sequence[str]) -> _Row:
+        row = int(sample.id)
+        assert sample.size is not None
+        media = {kind: self._files(row, kind) for kind in kinds}
+        return _Row(self._where(row), media, self._light_value(row, "text"), sample.size)
+
+    def _files(self, row: int, kind: str) -> list[_File]:
+        value = self._heavy.value(row, self._names[kind]).as_py()
+        items = value if isinstance(value, list) else [value]
+        files = [
+            _File(item["bytes"], item.get("path")) if isinstance(item, dict) else _File(item)
+            for item in items
+        ]
+        return [file for file in files if file.data is not None or file.path]
+
+    def _size(self, row: int) -> ItemSize:
+        text = self._light_value(row, "text") or ""
+        tokens = opened_text_tokens(len(self._tokenizer.encode(text)))
+        patches = []
+        for width, height in self._sizes(row, "image", image_size):
+            rows, columns = patch_rows_columns(width, height, self._image)
+            patches.append(rows * columns)
+        frames = [num_frames(n, r, self._audio) for n, r in self._sizes(row, "audio", audio_size)]
+        return ItemSize(tuple(patches), tuple(frames), tokens)
+
+    def _sizes(
+        self, row: int, kind: str, look: Callable[[bytes], tuple[int, int]]
+    ) -> list[tuple[int, int]]:
+        """Two numbers of each picture or clip: from the size columns, else from its head."""
+        if kind not in self._kinds:
+            return []
+        names = [self._names[name] for name in SIZE_COLUMNS[kind]]
+        if all(name in self._light.columns for name in names):
+            cells = [self._light.value(row, name).as_py() for name in names]
+            first, second = (c if isinstance(c, list) else [c] for c in cells)
+            pairs = zip(first, second, strict=False)
+            return [(int(a), int(b)) for a, b in pairs if a and b]
+        found = []
+        for file in self._files(row, kind):
+            try:
+                found.append(look(file.read()))
+            except DataError:  # told when it is decoded
+                found.append((1, 1))
+        return found
+
+    def _light_value(self, row: int, name: str) -> Any:
+        column = self._names[name]
+        if column not in self._light.columns:
+            return None
+        return self._light.value(row, column).as_py()
+
+    def _where(self, row: int) -> str:
+        named = self._light_value(row, "id")
+        return self._light.where(row) + (f" ({named})" if named else "")
+
+
+def limits_of(config: Config) -> tuple[ImageLimits, AudioLimits]:
+    """The limits of sizes that a configuration sets."""
+    data = config.data
+    return (
+        ImageLimits(
+            patch_size=data.patch_size,
+            max_patches=data.max_patches,
+            max_pixels=data.max_image_pixels,
+        ),
+        AudioLimits(
+            sample_rate=data.sample_rate, mel_bins=data.mel_bins, max_seconds=data.max_audio_s
+        ),
+    )
+
+
+def eos_of(tokenizer: Tokenizer) -> int:
+    """The id that opens and ends a text."""
+    if tokenizer.eos_id is None:
+        raise DataError(
+            "the tokenizer has no token that ends a text, such as <|endoftext|>",
+            "Add one, or set data.tokenizer to another",
+        )
+    return tokenizer.eos_id
+
+
+def _describe(
+    samples: Sequence[Sample], results: Sequence[Decoded | DataError], fields: Fields
+) -> MicrobatchInfo:
+    good = [isinstance(result, Decoded) for result in results]
+    return MicrobatchInfo(
+        num_samples=sum(good),
+        num_tokens=fields["input_ids"].size,
+        num_valid=int((fields["labels"] >= 0).sum()),
+        sample_ids=tuple(s.id for s, is_good in zip(samples, good, strict=True) if is_good),
+        skipped=tuple(
+            (sample.id, result.what)
+            for sample, result in zip(samples, results, strict=True)
+            if isinstance(result, DataError)
+        ),
+    )
+
+
+def _check_columns(
+    source: ParquetSource, names: Mapping[str, str], kinds: Sequence[str], given: Mapping[str, str]
+) -> None:
+    for name, column in given.items():
+        if name not in COLUMNS:
+            raise DataError(
+                f"data.columns names {name!r}, which format media does not read",
+                f"It reads {', '.join(COLUMNS)}",
+            )
+        if column not in source.columns:
+            raise DataError(
+                f"{source.files[0]} has no column {column!r}, which data.columns.{name} names",
+                f"Its columns are {', '.join(source.all_columns)}",
+            )
+    if not kinds:
+        raise DataError(
+            f"{source.files[0]} has neither pictures nor sound: no column "
+            f"{names['image']!r} or {names['audio']!r} among {', '.join(source.all_columns)}",
+            "Name them, such as data.columns.image=img",
+        )
+    for kind in kinds:
+        if not _holds_bytes(source.types[names[kind]]):
+            raise DataError(
+                f"column {names[kind]} of {source.files[0]} holds {source.types[names[kind]]}, "
+                "not files",
+                "Format media reads struct<bytes, path>, binary, and lists of them",
+            )
+
+
+def _holds_bytes(kind: Any) -> bool:
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return _holds_bytes(kind.value_type)
+    if pa.types.is_struct(kind):
+        return kind.get_field_index("bytes") >= 0
+    return bool(
+        pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind)
+    )

@@ -1,0 +1,152 @@
+"""Batches of unequal samples: packed evenly, the same samples, the same again after a resume."""
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from elastic_trainer.config import Config, load_config
+from elastic_trainer.data.batches import BatchStream
+from elastic_trainer.data.info import describe
+from elastic_trainer.data.microbatches import cost_model
+from elastic_trainer.data.synthetic import COST_FIELDS
+from elastic_trainer.errors import ConfigError, PackingError
+from elastic_trainer.planner.sizes import ItemSize
+from elastic_trainer.types import BatchInfo, Cursor
+
+BATCH, MICROBATCH = 24, 6
+
+
+def settings(*overrides: str) -> Config:
+    base = {
+        "model": {"name": "emulated"},
+        "data": {"format": "synthetic", "sequence_length": 4, "size_sigma": 1.0},
+        "train": {"global_batch_size": BATCH, "max_steps": 4},
+        "pipeline": {"microbatch_size": MICROBATCH},
+    }
+    return load_config(base, list(overrides))
+
+
+def read(config: Config, count: int = 3, cursor: Cursor | None = None, first: int = 1) -> list[Any]:
+    return list(
+        itertools.islice(BatchStream(config, "train", BATCH, cursor, first_update=first), count)
+    )
+
+
+def ids(info: BatchInfo) -> Counter[str]:
+    return Counter(i for m in info.microbatches for i in m.sample_ids)
+
+
+def unevenness(fields: list[dict[str, Any]]) -> float:
+    loads = np.array([[f[name].sum() for name in COST_FIELDS] for f in fields])
+    return float((loads / loads.mean(axis=0)).max())
+
+
+def test_the_samples_of_a_batch_do_not_depend_on_packing() -> None:
+    ways = [read(settings(f"data.packing={way}")) for way in ("order", "greedy", "exact")]
+    uneven = []
+    for batches in zip(*ways, strict=True):
+        (info, fields), *others = batches
+        assert [m.num_samples for m in info.microbatches] == [MICROBATCH] * (BATCH // MICROBATCH)
+        for other, packed in others:
+            assert ids(other) == ids(info) and max(ids(info).values()) == 1
+            assert other.end == info.end and other.num_valid == info.num_valid
+            for microbatch, arrays in zip(other.microbatches, packed, strict=True):
+                assert {len(a) for a in arrays.values()} == {microbatch.num_samples}
+        uneven.append([unevenness(f) for _, f in batches])
+    order, greedy, exact = np.mean(uneven, axis=0)
+    assert greedy < 1.3 < 1.4 < order and exact <= greedy + 0.01
+
+
+def test_a_sample_keeps_its_fields_wherever_it_goes() -> None:
+    seen: dict[str, list[Any]] = {}
+    for way in ("order", "greedy"):
+        ((info, fields),) = read(settings(f"data.packing={way}"), 1)
+        for microbatch, arrays in zip(info.microbatches, fields, strict=True):
+            for place, sample in enumerate(microbatch.sample_ids):
+                row = [arrays[name][place].tolist() for name in sorted(arrays)]
+                assert seen.setdefault(sample, row) == row
+    assert len(seen) == BATCH
+
+
+@pytest.mark.parametrize("way", ["greedy", "exact"])
+def test_a_resumed_stream_packs_alike(way: str) -> None:
+    config = settings(f"data.packing={way}", "data.max_tokens_per_microbatch=9000")
+    whole = read(config, 4)
+    resumed = read(config, 2, whole[1][0].end, first=3)
+    for (info, fields), (expected, others) in zip(resumed, whole[2:], strict=True):
+        assert info == expected
+        for ours, theirs in zip(fields, others, strict=True):
+            assert all(ours[n].tobytes() == theirs[n].tobytes() for n in theirs)
+
+
+def test_packing_does_not_depend_on_workers_or_cuts() -> None:
+    few, many = settings("cluster.num_workers=2"), settings("cluster.num_workers=8")
+    assert [i for i, _ in read(few)] == [i for i, _ in read(many)]
+
+
+def test_a_limit_of_tokens_makes_more_microbatches_or_names_the_sample() -> None:
+    ((info, _),) = read(settings("data.max_tokens_per_microbatch=2800"), 1)
+    assert len(info.microbatches) > BATCH // MICROBATCH and len(ids(info)) == BATCH
+    with pytest.raises(PackingError, match=r"sample \d+ has \d+ tokens, more than the 600"):
+        read(settings("data.max_tokens_per_microbatch=600"), 1)
+
+
+def test_small_microbatches_stand_at_the_ends() -> None:
+    for _, fields in read(settings()):
+        sums = [sum(float(f[name].sum()) for name in COST_FIELDS) for f in fields]
+        assert sums[-1] == min(sums) and sums[0] == sorted(sums)[1]
+
+
+def test_sizes_are_log_normal_and_disturb_nothing_else() -> None:
+    plain, sized = settings("data.size_sigma=0"), settings("data.packing=order")
+    for (_, ours), (_, theirs) in zip(read(sized), read(plain), strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert set(a) - set(b) == set(COST_FIELDS)
+            assert all(np.array_equal(a[name], b[name]) for name in b)
+    batches = read(sized, 40)
+    for name in COST_FIELDS:
+        costs = np.concatenate([f[name] for _, fields in batches for f in fields])
+        assert np.std(np.log(costs)) == pytest.approx(1.0, abs=0.05)
+        assert np.mean(costs) == pytest.approx(1.0, abs=0.15)
+    assert (
+        abs(
+            np.corrcoef(
+                *[
+                    np.log(np.concatenate([f[n] for _, fs in batches for f in fs]))
+                    for n in COST_FIELDS
+                ]
+            )[0, 1]
+        )
+        < 0.08
+    )
+    assert describe(plain).fingerprint != describe(sized).fingerprint
+
+
+def test_costs_follow_the_models_dimensions() -> None:
+    picture, text = ItemSize((256,), (), 4), ItemSize((), (), 300)
+    base = {"model": {"name": "multimodal", "args": {"vocab_size": 300, "dim": 64}}}
+    model = cost_model(load_config(base, ["data.format=media"]))
+    deep = cost_model(load_config(base, ["data.format=media", "model.args.vision_layers=6"]))
+    assert deep.predict(picture)[0] > 1.8 * model.predict(picture)[0]
+    assert deep.predict(picture)[1:] == model.predict(picture)[1:]
+    assert model.predict(text)[0] == 0 < model.predict(text)[2]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.packing=best"], "`data.packing` is 'best'"),
+        (["data.max_tokens_per_microbatch=-1"], "is -1"),
+        (
+            ["pipeline.schedule=async_1f1b", "data.max_tokens_per_microbatch=900"],
+            "needs a synchronous schedule",
+        ),
+        (["data.format=tokens"], "`data.size_sigma` is not used by format tokens"),
+    ],
+)
+def test_bad_settings_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings(*overrides)
