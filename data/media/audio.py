@@ -73,7 +73,8 @@ def log_mel(samples: NDArray[np.float32], limits: AudioLimits) -> NDArray[np.flo
     power = np.abs(np.fft.rfft(frames * _hann(window), width)) ** 2
     loud = np.log10(np.maximum(power @ _filters(rate, limits.mel_bins, width), _FLOOR))
     loud = np.maximum(loud, loud.max() - _RANGE)
-    return ((loud + 4) / 4).astype(np.float32)
+    scaled: NDArray[np.float32] = ((loud + 4) / 4).astype(np.float32)
+    return scaled
 
 
 def _opened(data: bytes) -> Any:

@@ -202,19 +202,11 @@ def emulated(
         layers=layers, num_layers=num_layers, microbatch_size=microbatch_size, **common
     )
     profiles = [{}] * num_layers if layers is None else list(layers)
-    specs = [
-        LayerSpec(
-            f"layers.{i}",
-            partial(
-                Emulated,
-                _costs(i, profile, common),
-                microbatch_size,
-                profile.get(outline.COST_FIELD),
-            ),
-            batch_fields=tuple(filter(None, [profile.get(outline.COST_FIELD)])),
-        )
-        for i, profile in enumerate(profiles)
-    ]
+    specs = []
+    for i, profile in enumerate(profiles):
+        costs, field = _costs(i, profile, common), profile.get(outline.COST_FIELD)
+        build = partial(Emulated, costs, microbatch_size, field)
+        specs.append(LayerSpec(f"layers.{i}", build, {}, (field,) if field else ()))
     return ModelSpec(tuple(specs), squared_distance)
 
 
