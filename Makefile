@@ -42,7 +42,7 @@ soak: $(STAMP)  ## Run the long tests
 	$(BIN)/pytest -m soak $(ARGS)
 
 bench: $(STAMP)  ## Run the benchmarks, one JSON object each
-	for b in vs_torch_pipelining async_vs_sync control_overhead startup recovery; do \
+	for b in vs_torch_pipelining async_vs_sync control_overhead startup recovery balance; do \
 	  $(BIN)/python benchmarks/$$b.py --json || exit 1; done
 
 docs: $(STAMP)  ## Generate docs/configuration.md

@@ -185,6 +185,7 @@ def test_every_shipped_model_loads() -> None:
         "gpt": {"vocab_size": 8},
         "vit": {"num_classes": 3},
         "mlp": {"input_dim": 4, "output_dim": 2},
+        "multimodal": {"vocab_size": 8},
         "emulated": {},
         "hf": {"config": {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 64}},
     }
