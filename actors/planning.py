@@ -24,7 +24,7 @@ from elastic_trainer.version import __version__
 SHIPPED_MODELS = "elastic_trainer.models.registry"
 SEGMENT_S = 2.0  # a synchronous segment lasts about this long
 MAX_SEGMENT_UPDATES = 64
-PROFILE_FORMAT = 2  # counts up when profiles measure something else
+PROFILE_FORMAT = 3  # counts up when profiles measure something else
 
 
 def cache_folder() -> Path:
@@ -126,7 +126,7 @@ def plan_for(
     """The plan for these workers.
 
     Args:
-        descriptions: what each worker said of itself: memory and the model's ties.
+        descriptions: what each worker said of itself: memory, cores and the model's ties.
     """
     first = descriptions[workers[0]]
     return make_plan(
@@ -136,7 +136,21 @@ def plan_for(
         generation,
         [tuple(pair) for pair in first["ties"]],
         [descriptions[w]["memory_bytes"] for w in workers],
+        [_cores(descriptions[w]) for w in workers],
     )
+
+
+def _cores(description: Mapping[str, Any]) -> tuple[str, int] | None:
+    """A worker's node and the cores there, if it computes on them."""
+    count = description.get("cores")
+    return None if count is None else (str(description.get("node_ip", "")), count)
+
+
+def own_cores() -> int:
+    """How many cores the processes of this one's node may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def segment_updates(config: Config, plan: Plan) -> int:

@@ -13,6 +13,7 @@ import numpy as np
 import ray
 import torch
 
+from elastic_trainer.actors import heap
 from elastic_trainer.actors.fence import Fence
 from elastic_trainer.actors.links import (
     Edges,
@@ -21,7 +22,7 @@ from elastic_trainer.actors.links import (
     open_state_channel,
     own_ip,
 )
-from elastic_trainer.actors.planning import profile_facts
+from elastic_trainer.actors.planning import own_cores, profile_facts
 from elastic_trainer.actors.pulse import ASKS_PER_LIMIT
 from elastic_trainer.actors.restoring import Gathered, gather
 from elastic_trainer.actors.watch import Mark, Standing
@@ -71,6 +72,7 @@ class StageWorker:
         self.config = config
         self.device = _own_device()
         torch.set_num_threads(config.numerics.threads_per_stage)
+        heap.keep(self.device.type)
         self.model = load_model(config)
         self._channels = open_channels(worker, config, private_dir, self.device)
         self._edges = Edges(self._channels, self.device.type)
@@ -100,6 +102,7 @@ class StageWorker:
             "device_class": device_class(self.device),
             "memory_bytes": _memory_bytes(self.device),
             "node_ip": own_ip(),
+            "cores": own_cores() if self.device.type == "cpu" else None,
             "pid": os.getpid(),
             "layers": [spec.name for spec in self.model.layers],
             "ties": [(owner, follower) for owner, follower, *_ in ties(self.model)],
@@ -196,6 +199,7 @@ class StageWorker:
             layers = plan.layers[mine.first : mine.stop]
             gathered = gather(layers, restore, self._state, self._at)
         self._take_over(plan, mine, restore, gathered)
+        heap.give_back()
         self._state.restored(restore.update, buddy)
         return ConfigureReport(
             update=restore.update,

@@ -24,7 +24,7 @@ class LayerProfile:
 
     `activation_bytes` cross the wire to the next layer; `saved_bytes` stay alive between a
     microbatch's forward and its backward, the layer's input included. `optimizer_s` is for one
-    step on the layer's parameters.
+    step on the layer's parameters. The seconds named `cpu` are those of them that need a core.
     """
 
     name: LayerName
@@ -34,6 +34,9 @@ class LayerProfile:
     saved_bytes: int
     parameter_bytes: int
     optimizer_s: float = 0.0
+    forward_cpu_s: float = 0.0
+    backward_cpu_s: float = 0.0
+    optimizer_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +44,8 @@ class Overheads:
     """What a stage needs beside its layers, whatever these are.
 
     `forward_s` and `backward_s` are for one microbatch. A message keeps its sender busy for
-    `send_s` and is there `link_s` later, each with an addition per byte.
+    `send_s` and is there `link_s` later, each with an addition per byte. The seconds named `cpu`
+    are those of them that need a core; an addition per byte of a send needs one all the time.
     """
 
     forward_s: float = 0.0
@@ -50,6 +54,9 @@ class Overheads:
     send_s_per_byte: float = 0.0
     link_s: float = 0.0
     link_s_per_byte: float = 0.0
+    forward_cpu_s: float = 0.0
+    backward_cpu_s: float = 0.0
+    send_cpu_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

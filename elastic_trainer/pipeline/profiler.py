@@ -1,6 +1,5 @@
 """Measure what each layer costs, one layer at a time, so that no worker needs the whole model."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from elastic_trainer.config import Config
 from elastic_trainer.models.layers import ModelSpec, build_layer, first_input, layer_kwargs
 from elastic_trainer.pipeline.optim import build_optimizer, take_step
-from elastic_trainer.pipeline.overheads import measure_stage
+from elastic_trainer.pipeline.overheads import Taken, measure_stage
 from elastic_trainer.pipeline.reduce import parameter_norms
 from elastic_trainer.transport.tree import flatten, unflatten
 from elastic_trainer.types import LayerProfile, Overheads, Profile
@@ -89,7 +88,10 @@ def _measure(
     device = parameters[0].device if parameters else next(iter(fields.values())).device
     spec, leaves = flatten(value)
     optimizer = build_optimizer(parameters, config.optim)
-    forward_s, backward_s, optimizer_s, saved_bytes, wire_bytes = [], [], [], 0, 0
+    forward: list[Taken] = []
+    backward: list[Taken] = []
+    step: list[Taken] = []
+    saved_bytes, wire_bytes = 0, 0
     for _ in range(REPEATS):
         saved: dict[int, int] = {}
         inputs = [t.detach().requires_grad_(t.is_floating_point()) for t in leaves]
@@ -99,13 +101,13 @@ def _measure(
                 out = module(unflatten(spec, inputs), **extra)
                 _, outputs = flatten(out)
                 roots = [loss(out, fields)] if loss else outputs
-            forward_s.append(_now(device) - begin)
+            forward.append(_since(begin, device))
         roots = [t for t in roots if t.requires_grad]
         begin = _now(device)
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-        backward_s.append(_now(device) - begin)
-        optimizer_s.append(_step(optimizer, parameters, device))
+        backward.append(_since(begin, device))
+        step.append(_step(optimizer, parameters, device))
         for parameter in parameters:
             parameter.grad = None
         own = {p.untyped_storage().data_ptr() for p in parameters}
@@ -113,9 +115,12 @@ def _measure(
         wire_bytes = sum(t.numel() * t.element_size() for t in outputs)
     return LayerProfile(
         name="",
-        forward_s=min(forward_s),
-        backward_s=min(backward_s),
-        optimizer_s=min(optimizer_s),
+        forward_s=min(forward)[0],
+        backward_s=min(backward)[0],
+        optimizer_s=min(step)[0],
+        forward_cpu_s=min(forward)[1],
+        backward_cpu_s=min(backward)[1],
+        optimizer_cpu_s=min(step)[1],
         activation_bytes=wire_bytes,
         saved_bytes=max(saved_bytes, sum(t.numel() * t.element_size() for t in leaves)),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
@@ -126,15 +131,15 @@ def _step(
     optimizer: torch.optim.Optimizer | None,
     parameters: Sequence[nn.Parameter],
     device: torch.device,
-) -> float:
-    """Seconds of an optimizer step with its look at the gradients."""
+) -> Taken:
+    """What an optimizer step takes with its look at the gradients."""
     grads = [p.grad for p in parameters if p.grad is not None]
     if optimizer is None or not grads:
-        return 0.0
+        return Taken(0.0, 0.0)
     begin = _now(device)
     parameter_norms(grads)
     take_step(optimizer)
-    return _now(device) - begin
+    return _since(begin, device)
 
 
 def _autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
@@ -151,10 +156,14 @@ def _recorder(saved: dict[int, int]) -> Callable[[Tensor], Tensor]:
     return record
 
 
-def _now(device: torch.device) -> float:
+def _now(device: torch.device) -> Taken:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return Taken.now()
+
+
+def _since(begin: Taken, device: torch.device) -> Taken:
+    return _now(device).since(begin)
 
 
 def _signature(module: nn.Module, value: Any, is_last: bool) -> str:

@@ -1,7 +1,7 @@
 """What the actions of a stage cost, by a profile: for the simulator."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elastic_trainer.schedule.actions import Action, Kind
 from elastic_trainer.types import Profile
@@ -20,11 +20,20 @@ class StageCosts:
     def __init__(self, profile: Profile, cuts: Sequence[int]) -> None:
         layers, over = profile.layers, profile.overheads
         ranges = list(zip((0, *cuts), (*cuts, len(layers)), strict=True))
-        forward = [math.fsum(x.forward_s for x in layers[a:b]) for a, b in ranges]
-        backward = [math.fsum(x.backward_s for x in layers[a:b]) for a, b in ranges]
-        self._forward = [seconds + over.forward_s for seconds in forward]
-        self._backward = [seconds + over.backward_s for seconds in backward]
-        self._optimizer = [math.fsum(x.optimizer_s for x in layers[a:b]) for a, b in ranges]
+
+        def total(name: str, beside: float = 0.0) -> list[float]:
+            return [math.fsum(getattr(x, name) for x in layers[a:b]) + beside for a, b in ranges]
+
+        self._seconds = {
+            Kind.F: total("forward_s", over.forward_s),
+            Kind.B: total("backward_s", over.backward_s),
+            Kind.OPT: total("optimizer_s"),
+        }
+        self._cpu_seconds = {
+            Kind.F: total("forward_cpu_s", over.forward_cpu_s),
+            Kind.B: total("backward_cpu_s", over.backward_cpu_s),
+            Kind.OPT: total("optimizer_cpu_s"),
+        }
         # A gradient is as big as the activation that it belongs to.
         leaving = [layers[b - 1].activation_bytes for _, b in ranges]
         entering = [0, *leaving]
@@ -33,15 +42,20 @@ class StageCosts:
 
     def duration(self, action: Action) -> float:
         """Seconds for which the action keeps its stage busy."""
-        if action.kind is Kind.F:
-            return self._forward[action.stage]
-        if action.kind is Kind.B:
-            return self._backward[action.stage]
-        if action.kind is Kind.OPT:
-            return self._optimizer[action.stage]
+        return self._look_up(action, self._seconds, self._overheads.send_s)
+
+    def need(self, action: Action) -> float:
+        """Seconds of `duration` in which a stage on CPUs needs a core."""
+        return self._look_up(action, self._cpu_seconds, self._overheads.send_cpu_s)
+
+    def _look_up(
+        self, action: Action, seconds: Mapping[Kind, Sequence[float]], send_s: float
+    ) -> float:
+        if (found := seconds.get(action.kind)) is not None:
+            return found[action.stage]
         if (sizes := self._bytes.get(action.kind)) is None:
             return 0.0
-        return self._overheads.send_s + self._overheads.send_s_per_byte * sizes[action.stage]
+        return send_s + self._overheads.send_s_per_byte * sizes[action.stage]
 
     def link(self, action: Action) -> float:
         """Seconds that the message of a SEND travels."""

@@ -9,12 +9,13 @@ from elastic_trainer.planner.cost import StageCosts
 from elastic_trainer.planner.memory import MemoryModel, num_moments
 from elastic_trainer.planner.partition import partition
 from elastic_trainer.planner.reasons import Candidate, Choice, Cuts, explain, format_bytes
-from elastic_trainer.planner.simulate import simulate
+from elastic_trainer.planner.simulate import Cores, simulate
 from elastic_trainer.schedule.build import build, is_asynchronous
 from elastic_trainer.types import Plan, Prediction, Profile, StagePlan, WorkerId
 
 LayerTies = Sequence[tuple[int, int]]
 Limits = Sequence[int | None]
+NodeCores = Sequence[tuple[str, int] | None]
 
 _DRAINED_OVER_USED = 50  # a drain idles for P-1 microbatches: 1 in 51 is just under 2%
 
@@ -42,6 +43,7 @@ def make_plan(
     generation: int,
     ties_layers: LayerTies = (),
     memory_limits: Limits | None = None,
+    cores: NodeCores | None = None,
 ) -> Plan:
     """Cut the profiled layers into stages, one per worker, and predict what they will do.
 
@@ -52,8 +54,11 @@ def make_plan(
         generation: number of the membership that the plan is for.
         ties_layers: (owner, follower) indices of layers that share a parameter.
         memory_limits: bytes that each worker may use, in the order of `workers`.
+        cores: node of each worker that computes on CPUs, and how many it has, in the same order;
+            None for one that does not, or of which it is not known.
     """
-    return _Planner(profile, config, workers, ties_layers, memory_limits).plan(generation)
+    planner = _Planner(profile, config, workers, ties_layers, memory_limits, cores)
+    return planner.plan(generation)
 
 
 class _Planner:
@@ -64,6 +69,7 @@ class _Planner:
         workers: Sequence[WorkerId],
         ties_layers: LayerTies,
         memory_limits: Limits | None,
+        cores: NodeCores | None,
     ) -> None:
         self.profile = profile
         self.workers = workers
@@ -73,6 +79,7 @@ class _Planner:
         self.num_layers = len(profile.layers)
         self.num_stages = self._count_stages()
         self.limits = None if memory_limits is None else list(memory_limits)[: self.num_stages]
+        self.cores = list(cores or [None] * len(workers))[: self.num_stages]
         self.schedule = config.pipeline.schedule
         self.num_microbatches = math.ceil(
             config.train.global_batch_size / config.pipeline.microbatch_size
@@ -220,7 +227,9 @@ class _Planner:
         costs = StageCosts(self.profile, cuts)
         ties = stage_ties(self._stages(cuts), self.ties_layers)
         lists = build(self.schedule, self.num_stages, self.groups, ties=ties)
-        timeline = simulate(lists, costs.duration, costs.link)
+        nodes = [None if found is None else found[0] for found in self.cores]
+        cores = Cores(nodes, dict(found for found in self.cores if found), costs.need)
+        timeline = simulate(lists, costs.duration, costs.link, cores)
         steps = sum(self.groups) / self.num_microbatches
         predicted = Prediction(
             step_s=timeline.makespan_s / steps,

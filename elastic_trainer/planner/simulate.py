@@ -1,12 +1,13 @@
 """Plays a schedule with durations: when each action starts and ends, and how long stages idle.
 
 Sends are buffered and receives only post, as in the runtime, and links do not queue: a message is
-there `link(send)` seconds after its SEND has ended. Each action is visited once, so long segments
-cost linear time.
+there `link(send)` seconds after its SEND has ended. Stages on one node may share its cores: an
+action then waits, first come first served, until one is free for the part of it that computes.
+Actions are played in order of time, each once, so long segments cost linear time.
 """
 
-from collections import deque
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic_trainer.errors import ScheduleError
@@ -21,7 +22,8 @@ class Timeline:
     """When everything happened; `start_s` and `end_s` have the shape of the lists.
 
     `busy_s` adds up the durations of each stage's actions; `bubble_ratio` is the share of all
-    stages' time until the last one ends in which they were not busy.
+    stages' time until the last one ends in which they were not busy. Waiting for a core is not
+    being busy: an action starts when it has got one.
     """
 
     makespan_s: float
@@ -30,6 +32,20 @@ class Timeline:
     busy_s: tuple[float, ...]
     bubble_ratio: float
     peak_live: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """Which stages compete for cores.
+
+    `node` names the node of each stage, None for a stage that needs no core of any (its device
+    computes). `count` is how many cores a node has. `need` says for how many of an action's
+    seconds, its first ones, it keeps a core.
+    """
+
+    node: Sequence[str | None]
+    count: Mapping[str, int]
+    need: Callable[[Action], float]
 
 
 def no_delay(action: Action) -> float:
@@ -41,6 +57,7 @@ def simulate(
     lists: ActionLists,
     duration: Callable[[Action], float],
     link: Callable[[Action], float] = no_delay,
+    cores: Cores | None = None,
 ) -> Timeline:
     """Play complete lists (messages included).
 
@@ -49,8 +66,9 @@ def simulate(
         duration: seconds that an action keeps its stage busy; asked of all but RECV. REDUCE ends
             on all stages together, its duration after the last has come.
         link: seconds that the message of a SEND travels, during which both stages are free.
+        cores: what stages share; None: every stage has a core of its own.
     """
-    return _Simulation(lists, duration, link).run()
+    return _Simulation(lists, duration, link, cores).run()
 
 
 class _Simulation:
@@ -59,8 +77,11 @@ class _Simulation:
         lists: ActionLists,
         duration: Callable[[Action], float],
         link: Callable[[Action], float],
+        cores: Cores | None,
     ) -> None:
         self.lists = lists
+        self.need = cores.need if cores else no_delay
+        self.free = _free_cores(cores, len(lists)) if cores else [None] * len(lists)
         self.duration = duration
         self.link = link
         self.now = [0.0] * len(lists)
@@ -71,15 +92,14 @@ class _Simulation:
         self.waiting: dict[_Message, int] = {}
         self.gradients: dict[tuple[int, int], list[_Message]] = {}
         self.reducing: dict[int, dict[int, float]] = {}
-        self.runnable = deque(range(len(lists)))
+        self.ready: list[tuple[float, int]] = []  # when the next action of a stage could start
 
     def run(self) -> Timeline:
-        while self.runnable:
-            stage = self.runnable.popleft()
-            actions = self.lists[stage]
-            while len(self.end[stage]) < len(actions):
-                if not self._perform(stage, actions[len(self.end[stage])]):
-                    break
+        for stage in range(len(self.lists)):
+            self._look_ahead(stage)
+        while self.ready:
+            begin, stage = heapq.heappop(self.ready)
+            self._perform(stage, self.lists[stage][len(self.end[stage])], begin)
         self._check_done()
         makespan = max(self.now, default=0.0)
         total = makespan * len(self.lists)
@@ -92,28 +112,48 @@ class _Simulation:
             peak_live=tuple(_peak_live(actions) for actions in self.lists),
         )
 
-    def _perform(self, stage: int, action: Action) -> bool:
-        """Do an action if its messages are known to come; otherwise wait for the first unknown."""
+    def _look_ahead(self, stage: int) -> None:
+        """Line up a stage's next action if its messages are known to come; otherwise wait for the
+        first unknown one.
+        """
+        actions, index = self.lists[stage], len(self.end[stage])
+        if index == len(actions):
+            return
         begin = self.now[stage]
-        for message in self._needs(action):
+        for message in self._needs(actions[index]):
             arrival = self.arrived.get(message)
             if arrival is None:
                 self.waiting[message] = stage
-                return False
+                return
             begin = max(begin, arrival)
+        heapq.heappush(self.ready, (begin, stage))
+
+    def _perform(self, stage: int, action: Action, begin: float) -> None:
+        """Do an action that could start at `begin`; all that could start earlier are done."""
         if action.kind is Kind.REDUCE:
-            return self._reduce(action, begin)
+            self._reduce(action, begin)
+            return
         if action.kind in RECEIVES:
             self._record(stage, begin, begin, 0.0)
             if action.kind is Kind.RECV_G:
                 message = (action.kind, stage, action.microbatch, action.other)
                 self.gradients.setdefault((stage, action.microbatch), []).append(message)
-            return True
-        seconds = self.duration(action)
-        self._record(stage, begin, begin + seconds, seconds)
-        if action.kind in SENDS:
-            self._deliver(action, begin + seconds)
-        return True
+        else:
+            seconds = self.duration(action)
+            begin = self._take_core(stage, action, begin)
+            self._record(stage, begin, begin + seconds, seconds)
+            if action.kind in SENDS:
+                self._deliver(action, begin + seconds)
+        self._look_ahead(stage)
+
+    def _take_core(self, stage: int, action: Action, begin: float) -> float:
+        """When the action starts: it keeps the core that is free first."""
+        free = self.free[stage]
+        if free is None or (need := self.need(action)) <= 0:
+            return begin
+        begin = max(begin, free[0])
+        heapq.heapreplace(free, begin + need)
+        return begin
 
     def _needs(self, action: Action) -> list[_Message]:
         stage, j = action.stage, action.microbatch
@@ -128,19 +168,18 @@ class _Simulation:
                 return [(Kind.RECV_W, stage, j, action.peer)]
         return []
 
-    def _reduce(self, action: Action, begin: float) -> bool:
+    def _reduce(self, action: Action, begin: float) -> None:
         present = self.reducing.setdefault(action.microbatch, {})
         present[action.stage] = begin
         if len(present) < len(self.lists):
-            return False
+            return
         own = [self.lists[stage][len(self.end[stage])] for stage in range(len(self.lists))]
         seconds = max(self.duration(reduce) for reduce in own)
         begin = max(present.values())
         for stage in range(len(self.lists)):
             self._record(stage, begin, begin + seconds, seconds)
-            if stage != action.stage:
-                self.runnable.append(stage)
-        return True
+        for stage in range(len(self.lists)):
+            self._look_ahead(stage)
 
     def _record(self, stage: int, begin: float, end: float, seconds: float) -> None:
         self.start[stage].append(begin)
@@ -154,7 +193,7 @@ class _Simulation:
         self.arrived[message] = sent_at + self.link(send)
         waiter = self.waiting.pop(message, None)
         if waiter is not None:
-            self.runnable.append(waiter)
+            self._look_ahead(waiter)
 
     def _check_done(self) -> None:
         progress = [len(done) for done in self.end]
@@ -164,6 +203,18 @@ class _Simulation:
             place = self.lists[error[0]][error[1]]
             grid = format_grid(self.lists, progress, error)
             raise ScheduleError(f"the simulation is stuck at {place}", f"Schedule:\n{grid}")
+
+
+def _free_cores(cores: Cores, num_stages: int) -> list[list[float] | None]:
+    """When the cores of each stage's node are free, a heap that the stages of the node share; None
+    for a stage that never waits for one.
+    """
+    heaps = {node: [0.0] * max(1, count) for node, count in cores.count.items()}
+    crowd = [cores.node[stage] for stage in range(num_stages)]
+    return [
+        heaps[node] if node is not None and crowd.count(node) > len(heaps[node]) else None
+        for node in crowd
+    ]
 
 
 def _peak_live(actions: tuple[Action, ...]) -> int:

@@ -22,19 +22,11 @@ from elastic_trainer.actors.handles import NAMESPACE
 from elastic_trainer.actors.site import thread_limits
 from elastic_trainer.config import Config
 from elastic_trainer.errors import AuthenticationError, ClusterError
+from elastic_trainer.run.own_ray import SETTINGS, environment, without_helpers
 
 CONNECT_S = 5.0  # a host that does not accept a connection by then is not there
 PACKAGE = Path(__file__).parents[1]
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-# A Ray that lives for one run has nobody to report to: measured, its reports took 7% of a core.
-# And Ray runs workers at a low priority, behind whatever else goes on here; these are what the user
-# waits for.
-OWN_RAY = {
-    "enable_metrics_collection": False,
-    "task_events_report_interval_ms": 0,
-    "event_stats": False,
-    "worker_niceness": 0,
-}
 AUTH_MODE = "RAY_AUTH_MODE"
 TOKEN_HINT = (
     "Use the cluster's token: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH to its file "
@@ -76,7 +68,7 @@ def connected(config: Config) -> Iterator[str]:
     options = _options(config, address)
     if address == "local":
         _have_token()
-    with _thread_limits(config) if address == "local" else contextlib.nullcontext():
+    with _own_ray(config) if address == "local" else contextlib.nullcontext():
         context = _join(address, options)
     try:
         yield str(context.address_info["gcs_address"])
@@ -85,23 +77,11 @@ def connected(config: Config) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _thread_limits(config: Config) -> Iterator[None]:
-    """Let the processes of our own Ray start with the thread limits of the run's actors.
-
-    Ray starts processes ahead of need, and an actor that asks for other variables than these have
-    would wait for one of its own.
-    """
+def _own_ray(config: Config) -> Iterator[None]:
+    """Let a Ray of our own start lean, and its processes with all that the run's actors need."""
     limits = thread_limits(config.numerics.threads_per_stage)
-    before = {name: os.environ.get(name) for name in limits}
-    os.environ.update(limits)
-    try:
+    with environment({**limits, **_paths(config)}), without_helpers():
         yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def connect_for_control(address: str) -> None:
@@ -151,7 +131,11 @@ def _portion(folders: Sequence[Path], inner: Sequence[str]) -> Path:
 
 
 def worker_environment(config: Config) -> dict[str, str]:
-    """Environment variables with which all actors of a run start."""
+    """Environment variables that the run's actors do not find in their node's processes."""
+    return {} if resolve_address(config.cluster.address) == "local" else _paths(config)
+
+
+def _paths(config: Config) -> dict[str, str]:
     folders = [module_folder(config.model.target), module_folder(config.loss.target)]
     paths = [f for f in dict.fromkeys(folders) if f]
     if os.environ.get("PYTHONPATH"):
@@ -168,7 +152,7 @@ def _options(config: Config, address: str) -> dict[str, Any]:
             **common,
             "num_cpus": cpus,
             "include_dashboard": False,
-            "_system_config": dict(OWN_RAY),  # Ray adds to the mapping that it gets
+            "_system_config": dict(SETTINGS),  # Ray adds to the mapping that it gets
         }
     return {**common, "runtime_env": _shipped(config)}
 

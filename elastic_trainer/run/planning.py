@@ -7,6 +7,7 @@ import torch
 from elastic_trainer.actors.loader import update_batch_size
 from elastic_trainer.actors.planning import (
     load_profile,
+    own_cores,
     plan_for,
     profile_facts,
     profile_key,
@@ -41,6 +42,7 @@ def plan_command(
         "memory_bytes": memory,
         "ties": [(t.owner, t.follower) for t in ties(model)],
         "device_class": device_class(device),
+        "cores": own_cores() if device.type == "cpu" else None,
         "layers": model.names,
         "profile_facts": profile_facts(config),
     }

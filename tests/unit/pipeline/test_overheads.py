@@ -33,6 +33,8 @@ def test_work_beside_the_layers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None
     after = measure_stage(Config(), torch.zeros(8))
     assert 0 < before.forward_s < LATE_S <= after.forward_s
     assert after.backward_s < LATE_S
+    assert 0 < after.forward_cpu_s < LATE_S, "who sleeps needs no core"
+    assert 0 <= after.backward_cpu_s <= after.backward_s
 
 
 def test_slow_sends_and_slow_links_are_told_apart() -> None:
@@ -51,11 +53,17 @@ def test_slow_sends_and_slow_links_are_told_apart() -> None:
 
     found = measure_messages(open_channel)
     assert found.send_s >= LATE_S > found.link_s
+    assert 0 < found.send_cpu_s < LATE_S
     profile = Profile(
-        device_class="cpu", microbatch_size=1, layers=(), overheads=Overheads(forward_s=7.0)
+        device_class="cpu",
+        microbatch_size=1,
+        layers=(),
+        overheads=Overheads(forward_s=7.0, forward_cpu_s=3.0),
     )
     both = with_messages(profile, open_channel).overheads
-    assert both.send_s >= LATE_S > both.link_s and both.forward_s == 7.0
+    assert (
+        both.send_s >= LATE_S > both.link_s and both.forward_s == 7.0 and both.forward_cpu_s == 3.0
+    )
 
 
 def test_channels_are_closed_afterwards() -> None:

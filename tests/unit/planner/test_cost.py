@@ -50,6 +50,43 @@ def test_a_gradient_is_as_big_as_the_activation_that_came() -> None:
     assert costs.link(back) == pytest.approx(0.002 + 2 * 1000e-6)
 
 
+def test_the_part_that_needs_a_core() -> None:
+    layers = tuple(
+        replace(x, forward_cpu_s=0.01, backward_cpu_s=0.02, optimizer_cpu_s=0.003) for x in LAYERS
+    )
+    over = replace(OVERHEADS, forward_cpu_s=0.001, backward_cpu_s=0.002, send_cpu_s=0.0005)
+    costs = StageCosts(replace(PROFILE, layers=layers, overheads=over), [1])
+    assert costs.need(Action(Kind.F, 1, 0)) == pytest.approx(0.031)
+    assert costs.need(Action(Kind.B, 0, 0)) == pytest.approx(0.022)
+    assert costs.need(Action(Kind.OPT, 1, 0)) == pytest.approx(0.009)
+    assert costs.need(Action(Kind.SEND_F, 0, 0)) == pytest.approx(0.0005 + 1000e-6)
+    assert costs.need(Action(Kind.REDUCE, 1, 0)) == 0.0
+
+
+def test_a_plan_knows_who_shares_cores() -> None:
+    """Four equal stages that compute all the time: on two cores they take at least twice as long
+    as their share of the work.
+    """
+    layers = tuple(
+        replace(x, forward_s=0.1, backward_s=0.2, forward_cpu_s=0.1, backward_cpu_s=0.2)
+        for x in LAYERS
+    )
+    config = Config(
+        pipeline=PipelineConfig(microbatch_size=1), train=TrainConfig(global_batch_size=8)
+    )
+    profile = Profile(device_class="cpu", microbatch_size=1, layers=layers)
+
+    def step_s(*cores: tuple[str, int] | None) -> float:
+        return make_plan(profile, config, list("abcd"), 1, cores=cores).predicted.step_s
+
+    apart = step_s(("a", 1), ("b", 1), ("c", 1), ("d", 1))
+    assert apart == step_s(("a", 4), ("a", 4), ("a", 4), ("a", 4)) == step_s(*[None] * 4)
+    assert apart == make_plan(profile, config, list("abcd"), 1).predicted.step_s
+    together = step_s(*[("a", 2)] * 4)
+    assert together >= 4 * 8 * 0.3 / 2 > apart
+    assert together > step_s(("a", 2), ("a", 2), ("a", 2), None) > apart
+
+
 def test_a_plan_predicts_messages_and_overheads() -> None:
     """One microbatch on two stages: every cost lies on the critical path once."""
     config = Config(

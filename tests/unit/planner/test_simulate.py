@@ -2,14 +2,16 @@
 
 import itertools
 import time
+from dataclasses import replace
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_trainer.errors import ScheduleError
-from elastic_trainer.planner.simulate import simulate
-from elastic_trainer.schedule.actions import Action, Kind
+from elastic_trainer.planner.simulate import Cores, Timeline, simulate
+from elastic_trainer.schedule.actions import RECEIVES, Action, ActionLists, Kind
 from elastic_trainer.schedule.build import build, forward_only
 
 SECONDS = {Kind.F: 1.0, Kind.B: 2.0}
@@ -169,3 +171,134 @@ def test_time_grows_linearly_with_the_segment() -> None:
         return min(samples)
 
     assert seconds(1000) < 40 * seconds(100)
+
+
+SHARED_SECONDS = st.sampled_from([0.25, 0.5, 1.0, 2.0])  # exact sums, and many ties
+
+
+@st.composite
+def crowds(draw: st.DrawFn) -> tuple[ActionLists, dict[Action, float], dict[Action, float], int]:
+    """Lists, durations, the part of each that needs a core, and the number of stages."""
+    num_stages = draw(st.integers(1, 5))
+    name = draw(st.sampled_from(["gpipe", "1f1b", "async_1f1b"]))
+    count = draw(st.integers(1, 5))
+    lists = build(name, num_stages, [1] * count if name == "async_1f1b" else [count])
+    actions = [action for stage in lists for action in stage]
+    seconds = {action: draw(SHARED_SECONDS) for action in actions}
+    share = draw(st.sampled_from([0.0, 0.5, 1.0]))
+    return lists, seconds, {action: share * seconds[action] for action in actions}, num_stages
+
+
+def crowded(
+    lists: ActionLists, seconds: dict[Action, float], need: dict[Action, float], count: int
+) -> Timeline:
+    cores = Cores(["here"] * len(lists), {"here": count}, lambda action: need[action])
+    return simulate(lists, lambda action: seconds[action], lambda send: 0.125, cores)
+
+
+@given(crowds(), st.integers(0, 3))
+def test_a_core_for_each_stage_changes_nothing(crowd: Any, more: int) -> None:
+    lists, seconds, need, num_stages = crowd
+    alone = simulate(lists, lambda action: seconds[action], lambda send: 0.125)
+    assert crowded(lists, seconds, need, num_stages + more) == alone
+    elsewhere = Cores([f"node-{s}" for s in range(num_stages)], {}, lambda action: need[action])
+    counts = {f"node-{s}": 1 for s in range(num_stages)}
+    apart = replace(elsewhere, count=counts)
+    on_gpus = Cores([None] * num_stages, {"here": 1}, lambda action: need[action])
+    for cores in (apart, on_gpus):
+        told = simulate(lists, lambda action: seconds[action], lambda send: 0.125, cores)
+        assert told == alone
+
+
+@given(crowds(), st.integers(1, 5))
+def test_fewer_cores_take_as_long_as_their_work_and_what_waits_for_it(
+    crowd: Any, count: int
+) -> None:
+    """Between the two bounds that hold for any order in which a free core is never left idle."""
+    lists, seconds, need, _ = crowd
+    alone = simulate(lists, lambda action: seconds[action], lambda send: 0.125)
+    shared = crowded(lists, seconds, need, count)
+    work = sum(need[a] for stage in lists for a in stage if a.kind not in RECEIVES)
+    assert shared.makespan_s >= max(alone.makespan_s, work / count)
+    assert shared.makespan_s <= alone.makespan_s + work / count + 1e-9
+    for mine, others in zip(shared.start_s, alone.start_s, strict=True):
+        assert all(a >= b for a, b in zip(mine, others, strict=True)), "none starts earlier"
+
+
+@settings(derandomize=True)  # no such order gains from cores always: here it does
+@given(crowds())
+def test_fewer_cores_are_never_faster(crowd: Any) -> None:
+    lists, seconds, need, num_stages = crowd
+    spans = [crowded(lists, seconds, need, count).makespan_s for count in range(1, num_stages + 1)]
+    assert spans == sorted(spans, reverse=True)
+
+
+@given(crowds(), st.integers(1, 4))
+def test_cores_are_given_as_a_clock_that_ticks_would(crowd: Any, count: int) -> None:
+    """Brute force: ask every eighth of a second who could start, and which core is free."""
+    lists, seconds, need, _ = crowd
+    assert crowded(lists, seconds, need, count).start_s == ticking(lists, seconds, need, count)
+
+
+def ticking(
+    lists: ActionLists, seconds: dict[Action, float], need: dict[Action, float], count: int
+) -> tuple[tuple[float, ...], ...]:
+    """When each action starts; all durations are whole ticks of an eighth."""
+    starts: list[list[float]] = [[] for _ in lists]
+    ends = [0.0] * len(lists)
+    arrivals: dict[Action, float] = {}
+    cores = [0.0] * count
+    asked: list[tuple[float, int]] = []
+    now = 0.0
+    while any(len(done) < len(actions) for done, actions in zip(starts, lists, strict=True)):
+        moved = True
+        while moved:
+            moved = False
+            for stage, actions in enumerate(lists):
+                rest = actions[len(starts[stage]) :]
+                for _ in itertools.takewhile(lambda action: action.kind in RECEIVES, rest):
+                    starts[stage].append(ends[stage])
+                if len(starts[stage]) == len(actions) or ends[stage] > now:
+                    continue
+                action = actions[len(starts[stage])]
+                source = source_of(action, len(lists))
+                if source is not None and arrivals.get(source, now + 1) > now:
+                    continue
+                if need[action] and all(waiting != stage for _, waiting in asked):
+                    asked.append((now, stage))
+                    asked.sort()
+                if need[action]:
+                    free = min(cores)
+                    if free > now or asked[0][1] != stage:
+                        continue
+                    asked.pop(0)
+                    cores[cores.index(free)] = now + need[action]
+                starts[stage].append(now)
+                ends[stage] = now + seconds[action]
+                if action.kind in (Kind.SEND_F, Kind.SEND_B):
+                    arrivals[action] = ends[stage] + 0.125
+                moved = True
+        now += 0.125
+    return tuple(map(tuple, starts))
+
+
+def source_of(action: Action, num_stages: int) -> Action | None:
+    """The SEND that an action waits for."""
+    if action.kind is Kind.F and action.stage > 0:
+        return Action(Kind.SEND_F, action.stage - 1, action.microbatch)
+    if action.kind is Kind.B and action.stage < num_stages - 1:
+        return Action(Kind.SEND_B, action.stage + 1, action.microbatch)
+    return None
+
+
+def test_one_core_does_one_thing_after_the_other() -> None:
+    """Two stages, one microbatch each way: by hand."""
+    lists = build("1f1b", 2, [2])
+    seconds = {Kind.F: 1.0, Kind.B: 2.0}
+    cores = Cores(["a", "a"], {"a": 1}, lambda action: seconds.get(action.kind, 0.0))
+    assert simulate(lists, plain, cores=cores).makespan_s == 2 * 2 * 3.0
+    half = replace(cores, need=lambda action: seconds.get(action.kind, 0.0) / 2)
+    timeline = simulate(lists, plain, cores=half)
+    # 0F0 0-1; 0F1 and 1F0 both at 1: stage 0 has the core until 1.5, then stage 1.
+    assert timeline.start_s[1][1] == 1.5
+    assert timeline.busy_s == (6.0, 6.0)

@@ -111,11 +111,13 @@ class FakeRay:
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.options: dict[str, Any] = {}
+        self.environment: dict[str, str] = {}
         self.num_shutdowns = 0
         self.address_info = {"gcs_address": "1.2.3.4:5"}
 
     def init(self, **options: Any) -> "FakeRay":
         self.options = options
+        self.environment = dict(os.environ)
         if self.error is not None:
             raise self.error
         return self
@@ -339,15 +341,29 @@ def test_a_job_that_ships_modules_itself_is_left_alone(
 def test_where_workers_find_the_users_modules(
     modules: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = config(model=ModelConfig(target="lone_model:make"))
+    own = config("auto", model=ModelConfig(target="lone_model:make"))
     assert cluster.worker_environment(own) == {"PYTHONPATH": str(modules)}
     both = config(
+        "auto",
         model=ModelConfig(target="lone_model:make"),
         loss=LossConfig(target="own_package.losses:loss"),
     )
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
     expected = os.pathsep.join([str(modules), "/somewhere"])
     assert cluster.worker_environment(both) == {"PYTHONPATH": expected}
+
+
+def test_processes_of_our_own_ray_have_all_from_their_start(
+    fake_ray: FakeRay, modules: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    own = config("local", model=ModelConfig(target="lone_model:make"))
+    with cluster.connected(own):
+        assert os.environ["PYTHONPATH"] == "/somewhere" and os.environ["OMP_NUM_THREADS"] == "5"
+    assert fake_ray.environment["PYTHONPATH"] == os.pathsep.join([str(modules), "/somewhere"])
+    assert fake_ray.environment["OMP_NUM_THREADS"] == "1"
+    assert cluster.worker_environment(own) == {}, "an actor that asks for more waits longer"
 
 
 def test_installed_modules_need_no_path() -> None:
