@@ -51,6 +51,7 @@ COMMIT_EVERY = 12
 UNPLANNED = {"crashed", "lease_expired", "wedged", "disturbed", "loader_lost"}
 THREE = {"num_stages": 3}
 Fault = Callable[[HostLab, Host], None]
+Record = Callable[[str, object], None]  # of pytest: for its JUnit report
 
 
 def settings(schedule: str = "1f1b", **sections: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,9 +113,7 @@ def start(lab: HostLab, folder: Path, schedule: str, *options: str) -> LabRun:
     return LabRun(lab, folder, settings(schedule, pipeline=THREE), "3", *options)
 
 
-def lose(
-    run: LabRun, stage: int, fault: Fault, record: Callable[[str, object], None]
-) -> tuple[dict[str, Any], Host, int]:
+def lose(run: LabRun, stage: int, fault: Fault, record: Record) -> tuple[dict[str, Any], Host, int]:
     """Put a fault on the host of a stage; how it is lost, the host and the worker's process."""
     worker = run.stages[stage]
     host, pid = run.host_of(worker), run.pid(worker)
@@ -160,10 +159,10 @@ def assert_nothing_of(run: LabRun, loss: dict[str, Any]) -> None:
 
 
 def test_a_host_drops_off_the_network_and_returns(
-    lab: HostLab, tmp_path: Path, record_property: Callable[[str, object], None]
+    lab: HostLab, tmp_path: Path, record_property: Record
 ) -> None:
     """Its worker goes on running, alone, and nothing comes of it; then the host gets a new one.
-    Its neighbour is told to leave meanwhile, and the run to be smaller."""
+    Last, another host is left as planned."""
     with start(lab, tmp_path, "1f1b") as run:
         run.wait_stages(4)
         run.wait_update(10)
@@ -190,7 +189,7 @@ def ips(run: LabRun) -> set[str]:
 
 
 def test_a_raylet_is_killed_then_the_coordinator(
-    lab: HostLab, tmp_path: Path, record_property: Callable[[str, object], None]
+    lab: HostLab, tmp_path: Path, record_property: Record
 ) -> None:
     """Asynchronous, with three stages on four hosts."""
     with start(lab, tmp_path, "async_1f1b") as run:
@@ -243,12 +242,7 @@ def end(run: LabRun) -> None:
     ],
 )
 def test_a_host_is_gone(
-    lab: HostLab,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
-    schedule: str,
-    fault: Fault,
-    stage: int,
+    lab: HostLab, tmp_path: Path, record_property: Record, schedule: str, fault: Fault, stage: int
 ) -> None:
     with start(lab, tmp_path, schedule) as run:
         ready(run)
@@ -262,11 +256,7 @@ def test_a_host_is_gone(
 @soak
 @pytest.mark.parametrize("schedule", MODES)
 def test_a_host_is_back_when_ray_has_given_it_up(
-    lab: HostLab,
-    watcher: Watcher,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
-    schedule: str,
+    lab: HostLab, watcher: Watcher, tmp_path: Path, record_property: Record, schedule: str
 ) -> None:
     """Ray on that host ends itself; started again, it is a host like any other."""
     with start(lab, tmp_path, schedule) as run:
@@ -287,10 +277,7 @@ def test_a_host_is_back_when_ray_has_given_it_up(
 @soak
 @pytest.mark.parametrize("schedule", MODES)
 def test_a_frozen_host_is_thawed(
-    lab: HostLab,
-    tmp_path: Path,
-    record_property: Callable[[str, object], None],
-    schedule: str,
+    lab: HostLab, tmp_path: Path, record_property: Record, schedule: str
 ) -> None:
     """What it goes on with is of a generation that has ended."""
     with start(lab, tmp_path, schedule) as run:
@@ -348,7 +335,7 @@ def test_hosts_come_and_go_as_planned(lab: HostLab, tmp_path: Path) -> None:
 
 @soak
 def test_the_number_of_stages_changes_asynchronously(
-    lab: HostLab, tmp_path: Path, record_property: Callable[[str, object], None]
+    lab: HostLab, tmp_path: Path, record_property: Record
 ) -> None:
     """Each sample once; how stale each gradient is, is asserted by the stages themselves."""
     with LabRun(lab, tmp_path, settings("async_1f1b"), "2:4") as run:
