@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from elastic_trainer.actors.journal import plan_from
-from elastic_trainer.observability.runs import (
-    read_events,
-    read_membership,
-    read_plan,
-    read_updates,
-)
+from elastic_trainer.observability.runs import read_membership, read_plan, read_updates
 from elastic_trainer.testing.host_lab import Host, HostLab, HostLabUnavailable
 from elastic_trainer.testing.lab_run import LabRun
 from elastic_trainer.testing.processes import LIMIT_S, wait_for
@@ -361,7 +356,7 @@ def test_the_driver_is_killed(lab: HostLab, tmp_path: Path, schedule: str) -> No
     """All of the run ends; another trainer goes on from the newest checkpoint."""
     with start(lab, tmp_path, schedule) as run:
         ready(run)
-        run.wait_for(lambda: saved(run), "a checkpoint")
+        run.wait_for(lambda: run.status.get("checkpoint_update"), "a checkpoint")
         old = [(run.host_of(w), run.pid(w)) for w in run.stages.values()]
         run.driver.send_signal(signal.SIGKILL)
         run.driver.wait(STALL_S)
@@ -370,10 +365,6 @@ def test_the_driver_is_killed(lab: HostLab, tmp_path: Path, schedule: str) -> No
     with start(lab, tmp_path, schedule, "--resume", "auto") as again:
         again.wait_for(lambda: again.num_updates > 3 * COMMIT_EVERY, "training goes on")
         end(again)
-
-
-def saved(run: LabRun) -> bool:
-    return any(e["kind"] == "checkpoint" for e in read_events(run.run_dir))
 
 
 def is_gone(run: LabRun, host: Host, pid: int) -> bool:
