@@ -33,6 +33,7 @@ from elastic_trainer.observability.runs import (
     read_status,
     read_updates,
 )
+from elastic_trainer.testing import fake_site
 from elastic_trainer.testing.fake_site import SAMPLES, FakeSite, digest
 from elastic_trainer.types import Cursor, RunResult
 
@@ -278,15 +279,24 @@ def test_an_idle_loader_is_missed_only_by_the_next_plan(tmp_path: Path) -> None:
     settings = config("2:2", "data.num_loaders=4", "elastic.max_failures=0")
     world = World(tmp_path, settings)
     seen: list[list[str]] = []
-    world.site.hooks.append(lambda: time.sleep(0.005))  # so that it is asked before the end
-    world.at(6, lambda: world.kill_loader(3))
+
+    def freeze(is_frozen: bool) -> None:  # training goes on when the loss is known
+        for worker in ("loader-0", "loader-1"):
+            world.site.loaders[worker].is_frozen = is_frozen
+
+    def kill() -> None:
+        world.kill_loader(3)
+        freeze(True)
+        world.site.hooks.append(scale)
 
     def scale() -> None:
-        if world.events("lost") and not seen:
+        if world.events("lost"):
+            world.site.hooks.remove(scale)
             seen.append(world.site.alive_loaders())
+            freeze(False)
             world.coordinator.scale(4, 4)
 
-    world.site.hooks.append(scale)
+    world.at(6, kill)
     assert_undisturbed(world, world.run())
     assert seen == [["loader-0", "loader-1", "loader-2"]], "nobody takes its place"
     assert set(world.site.loaders["loader-4"].routes), "four stages need four loaders"
@@ -308,8 +318,11 @@ def test_a_silent_loader_is_replaced(tmp_path: Path) -> None:
     assert lost["cause"] == "lease_expired" and lost["message"].startswith("loader-1 (node ")
 
 
-def test_the_other_loaders_keep_what_they_do(tmp_path: Path) -> None:
+def test_the_other_loaders_keep_what_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The successor has the place of the lost one: nobody else makes other fields than before."""
+    monkeypatch.setattr(fake_site, "NUM_NODES", 1)  # where only the place tells them apart
     world = World(tmp_path, config("3:3", "data.num_loaders=3"))
     before: dict[str, set[str]] = {}
 

@@ -3,7 +3,7 @@ it in the results.
 """
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -84,18 +84,25 @@ def trained(num_loaders: int, monkeypatch: pytest.MonkeyPatch, lost: str | None 
         return made.states()
 
 
+def move(made: ThreadedCrew, workers: Sequence[str]) -> None:
+    """Go on with these workers from the last committed update."""
+    assert made.plan is not None
+    sources = {
+        layer: made.plan.stages[made.plan.stage_of_layer(i)].worker
+        for i, layer in enumerate(made.plan.layers)
+    }
+    generation = made.plan.generation + 1
+    made.take_stock(generation)
+    made.configure(made.make_plan(generation, workers), made.committed, sources)
+
+
 def lose(made: ThreadedCrew, lost: str) -> None:
     """A loader is lost after it has sent two batches more, which the stages never trained on."""
     assert made.plan is not None
     made.prepare(2)
     made.start_loader("loader-9", instead_of=lost)
-    sources = {
-        layer: made.plan.stages[made.plan.stage_of_layer(i)].worker
-        for i, layer in enumerate(made.plan.layers)
-    }
-    made.take_stock(2)
     windows = {w: loader._window for w, loader in made.loaders.items()}
-    made.configure(replace(made.plan, generation=2), made.committed, sources)
+    move(made, STAGES)
     for worker, loader in made.loaders.items():
         assert (loader._window is windows[worker]) == (worker != "loader-9"), "others keep theirs"
 
@@ -105,6 +112,20 @@ def test_results_do_not_depend_on_the_number_of_loaders(
     monkeypatch: pytest.MonkeyPatch, lost: str | None
 ) -> None:
     assert_same_states(trained(3, monkeypatch, lost), trained(1, monkeypatch))
+
+
+def test_loaders_that_get_other_stages_make_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    with crew(3, monkeypatch) as made:
+        made.train(1)
+        made.prepare(1)  # never trained on: it comes again, with other fields
+        move(made, STAGES[:1])
+        assert made.feeding is not None and made.feeding.serving == ["loader-0"]
+        made.train(2)
+        made.prepare(1)
+        move(made, STAGES)
+        made.train(UPDATES - 3)
+        states = made.states()
+    assert_same_states(states, trained(1, monkeypatch))
 
 
 def test_each_makes_what_its_stages_need(monkeypatch: pytest.MonkeyPatch) -> None:
