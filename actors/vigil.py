@@ -78,9 +78,9 @@ class Vigil:
     `work_limit_s`: longer than waits on the workers by the time in which their progress becomes
     known, so that a worker's own error, which knows more, comes first.
 
-    Workers of a line that others share, the stages, hold leases once they have answered. What is
-    done for the first time may keep a process busy for longer: until a worker has run a segment,
-    its lease is suspended while a call with `start_limit_s` is under way.
+    Whoever has answered once holds a lease. What is done for the first time may keep a process busy
+    for longer: until a stage worker has run a segment, and always of a loader, the lease is suspended
+    while a call with `start_limit_s` is under way.
 
     Look at least every `poll_s` seconds: time in which nobody looked extends all leases.
     """
@@ -134,8 +134,7 @@ class Vigil:
         """A worker has answered and says how far it is."""
         self.answered(worker)
         self._watch.mark(worker, line, mark, self._clock())
-        if line != worker:
-            self._lease(worker)
+        self._lease(worker)
 
     def handed_out(
         self, segment: Segment, workers: Sequence[WorkerId], loaders: Sequence[WorkerId]
