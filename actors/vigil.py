@@ -79,8 +79,8 @@ class Vigil:
     known, so that a worker's own error, which knows more, comes first.
 
     Whoever has answered once holds a lease. What is done for the first time may keep a process busy
-    for longer: until a stage worker has run a segment, and always of a loader, the lease is suspended
-    while a call with `start_limit_s` is under way.
+    for longer: until a stage worker has run a segment, and always for a loader, the lease is
+    suspended while a call with `start_limit_s` is under way.
 
     Look at least every `poll_s` seconds: time in which nobody looked extends all leases.
     """

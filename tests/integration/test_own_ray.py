@@ -12,7 +12,7 @@ from elastic_trainer.run.cluster import connected
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
 
 
-def children() -> list[str]:
+def children() -> dict[int, str]:
     """Command lines of all processes that this one has started, and those that they have."""
     parents, commands = {}, {}
     for entry in Path("/proc").iterdir():
@@ -27,7 +27,7 @@ def children() -> list[str]:
     found = {os.getpid()}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
-    return [commands[pid] for pid in found - {os.getpid()}]
+    return {pid: commands[pid] for pid in found - {os.getpid()}}
 
 
 @ray.remote
@@ -40,9 +40,10 @@ def test_only_what_runs_actors(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(
         None, ["data.format=synthetic", "train.max_steps=1", "cluster.address=local"]
     )
+    before = children()  # of other tests' clusters
     with connected(config):
         assert ray.get(variable.remote("PYTHONPATH"), timeout=60) == "/somewhere"
-        commands = children()
+        commands = [command for pid, command in children().items() if pid not in before]
     for needed in ("gcs_server", "raylet"):
         assert any(needed in command for command in commands), commands
     for helper in ("dashboard.py", "monitor.py", "log_monitor.py"):

@@ -125,6 +125,7 @@ def make_metrics(run: str, num_stages: int = 2) -> RunMetrics:
     )
     metrics.observe_checkpoint_failure()
     metrics.observe_workers({"pending": 1, "running": num_stages})
+    metrics.observe_loaders({"serving": 1})
     metrics.observe_leases(3.0, dict.fromkeys(stages, 0.5))
     metrics.observe_budgets({"failures": 2, "preemptions": None})
     metrics.observe_waiting(False)
