@@ -185,8 +185,18 @@ class Loader:
             tag = replace(first, microbatch=index)
             for peer in dict.fromkeys(p for peers in self._routes.values() for p in peers):
                 names = [name for name, peers in self._routes.items() if peer in peers]
-                arrays = [np.asarray(fields[name]) for name in names]
+                arrays = [_field(fields, name) for name in names]
                 self._edges.exchange.send(peer, tag, Arrays(arrays, {"fields": names}))
+
+
+def _field(fields: Fields, name: str) -> Any:
+    if name not in fields:
+        raise DataError(
+            f"the model asks for field {name!r}, which the data does not have",
+            "Set data.format and data.input_columns, or correct the model's fields (an emulated "
+            "layer's cost_field)",
+        )
+    return np.asarray(fields[name])
 
 
 def _numbered(info: BatchInfo, update: int) -> BatchInfo:

@@ -11,7 +11,8 @@ from elastic_trainer.data.blocks import ShuffledBlocks, block_size
 from elastic_trainer.data.columns import ColumnSamples
 from elastic_trainer.data.documents import Documents, PackedSamples, TextDocuments, TokenDocuments
 from elastic_trainer.data.location import REMOTE_TIMEOUT_S, Location
-from elastic_trainer.data.media.reader import COLUMNS, MediaSamples, eos_of
+from elastic_trainer.data.media.reader import MediaSamples, eos_of
+from elastic_trainer.data.media.schema import COLUMNS
 from elastic_trainer.data.samples import RowOrder, SampleReader
 from elastic_trainer.data.sources import SPLITS, ParquetSource, open_split
 from elastic_trainer.data.synthetic import DEFAULT_VOCAB_SIZE, SyntheticSamples

@@ -37,10 +37,19 @@ def cost_model(config: Config) -> CostModel:
     """What a sample costs the groups of the configured model, relative to each other."""
     if config.model.target is None and config.model.name == "emulated":
         return EMULATED_COST
-    known = {name: value for name, value in config.model.args.items() if name in _DIMENSIONS}
+    args = config.model.args
+    known = {name: args[name] for name in args if _is_dimension(name, args[name])}
     known.setdefault("patch_size", config.data.patch_size)
     known.setdefault("mel_bins", config.data.mel_bins)
     return analytic_cost(**known)
+
+
+def _is_dimension(name: str, value: object) -> bool:
+    """Models that are not shipped may mean anything else by an argument of the same name."""
+    if name == "freeze":
+        return isinstance(value, list | tuple)
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return name in _DIMENSIONS and is_count
 
 
 class Divider:

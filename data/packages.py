@@ -209,7 +209,8 @@ def _digest_of(place: Path) -> str:
         if path.is_file():
             with open(path, "rb") as content:
                 of_file = file_digest(content, "sha256").hexdigest()
-            digest.update(f"{path.relative_to(place).as_posix()}\0{of_file}\n".encode())
+            line = f"{path.relative_to(place).as_posix()}\0{of_file}\n"
+            digest.update(line.encode(errors="surrogateescape"))  # names may be any bytes
     return digest.hexdigest()
 
 

@@ -16,6 +16,8 @@ _WINDOW_S = 0.025
 _HOP_S = 0.010
 _FLOOR = 1e-10
 _RANGE = 8.0  # decades below the loudest that still count
+_BLOCK = 1 << 16  # samples
+_MOST_RATE = 1_000_000  # of a sound; what resampling takes grows with it
 _PADDING_S = 0.05  # silence around a clip while it is resampled, which wraps around
 
 
@@ -35,9 +37,18 @@ def num_frames(num_samples: int, rate: int, limits: AudioLimits) -> int:
 
 
 def audio_size(data: bytes) -> tuple[int, int]:
-    """Samples per channel and sample rate that the head of the file tells."""
+    """Samples per channel and sample rate that the head of the file tells.
+
+    The head of an MP3 file can only guess how many there are, so they are counted.
+    """
     with _opened(data) as sound:
-        return int(sound.frames), int(sound.samplerate)
+        rate = int(sound.samplerate)
+        if sound.format != "MP3":
+            return int(sound.frames), rate
+        try:
+            return _counted(sound), rate
+        except Exception as error:
+            raise _damaged(error) from error
 
 
 def decode_audio(data: bytes, limits: AudioLimits) -> NDArray[np.float32]:
@@ -83,9 +94,20 @@ def _opened(data: bytes) -> Any:
     if not data:
         raise DataError("the sound is empty: 0 bytes", _HINT)
     try:
-        return soundfile.SoundFile(io.BytesIO(data))
+        sound = soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:
         raise _damaged(error) from error
+    if sound.samplerate > _MOST_RATE:
+        raise _damaged(ValueError(f"{sound.samplerate} samples per second"))
+    return sound
+
+
+def _counted(sound: Any) -> int:
+    """Samples per channel that there are, by reading all."""
+    num_samples = 0
+    while num_read := len(sound.read(_BLOCK, dtype="float32", always_2d=True)):
+        num_samples += num_read
+    return num_samples
 
 
 def _damaged(error: Exception) -> DataError:

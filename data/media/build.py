@@ -1,6 +1,6 @@
 """Building a dataset of pictures, sound and text: read, measured, split by group, written."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
@@ -62,7 +62,7 @@ def build_media(
     existing = reusable(folder, arguments, overwrite)
     if existing is not None:
         return existing
-    samples = list(raw.samples)
+    samples = list(_storable(raw.samples, problems))
     _check_ids(samples)
     held_out = held_out_names(
         {sample.group for sample in samples}, eval_fraction=eval_fraction, seed=seed
@@ -179,6 +179,28 @@ def _describe(
         num_skipped=problems.num,
         skipped=problems.first,
     )
+
+
+def _storable(samples: Iterable[RawSample], problems: Problems) -> Iterator[RawSample]:
+    """Those whose texts and names are Unicode: JSON may hold halves of characters, and names of
+    files may be any bytes.
+    """
+    for sample in samples:
+        paths = [file.path for file in (*sample.images, *sample.audio)]
+        for text in (sample.id, sample.group, sample.text, *paths):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                shown = ascii(text[max(0, error.start - 20) : error.end])
+                name = sample.id.encode(errors="backslashreplace").decode()
+                problem = DataError(
+                    f"sample {name} has a text or the name of a file that is not Unicode: {shown}",
+                    "Repair or rename it",
+                )
+                problems.note(problem)
+                break
+        else:
+            yield sample
 
 
 def _check_ids(samples: Sequence[RawSample]) -> None:

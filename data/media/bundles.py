@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from elastic_trainer.data.media.raw import MediaFile, RawSample
+from elastic_trainer.data.media.schema import MODALITIES
 from elastic_trainer.errors import DataError
 
 IMAGE_SUFFIXES = frozenset(
@@ -12,7 +13,6 @@ IMAGE_SUFFIXES = frozenset(
 )
 AUDIO_SUFFIXES = frozenset(".aif .aiff .au .flac .mp3 .oga .ogg .opus .wav".split())
 TEXT_SUFFIXES = (".txt", ".caption", ".json")
-MODALITIES = ("image", "audio")
 _OTHER_TEXT_KEY = "caption"
 
 
@@ -79,7 +79,7 @@ def _text(bundle: Bundle, key: str) -> str:
             text = file.read().decode("utf-8-sig")
             if suffix == ".json":
                 text = _text_in(json.loads(text), key)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise DataError(
                 f"{bundle.where}: cannot read {file.path}: {error}", "Repair or remove it"
             ) from error

@@ -16,6 +16,7 @@ from elastic_trainer.errors import DataError
 
 CELL = 2  # patches along the side of a cell
 _HINT = "Remove it, or set data.on_error=skip"
+_PROGRAMS = ("EPS",)  # Pillow would have Ghostscript run what the file says
 _WHITE = (255, 255, 255)
 _REDUCTIONS = (2, 4, 8)  # with which JPEG files can be decoded
 _SHRINK_GAP = 2.0  # large pictures are averaged down to twice the size first, which is faster
@@ -62,12 +63,16 @@ def decode_image(data: bytes, limits: ImageLimits) -> NDArray[np.uint8]:
         DataError: what is wrong with it; the caller says where it stands.
     """
     with _opened(data) as picture:
+        width, height = picture.size
         _check_size(picture, limits)
         try:
             rgb = _to_rgb(picture)
         except Exception as error:  # each format has its own errors
             raise _damaged(error) from error
-        rows, columns = patch_rows_columns(rgb.width, rgb.height, limits)
+        # Of the size that the head tells, as without decoding, not of a reduced JPEG's.
+        rows, columns = patch_rows_columns(width, height, limits)
+        if (rgb.width - rgb.height) * (width - height) < 0:  # it was turned upright
+            rows, columns = columns, rows
         from PIL.Image import Resampling
 
         size = (columns * limits.patch_size, rows * limits.patch_size)
@@ -94,7 +99,7 @@ def _opened(data: bytes) -> Any:
     if not data:
         raise DataError("the picture is empty: 0 bytes", _HINT)
     try:
-        return Image.open(io.BytesIO(data))
+        picture = Image.open(io.BytesIO(data))
     except UnidentifiedImageError:
         start = data[:8].hex(" ")
         raise DataError(
@@ -105,6 +110,9 @@ def _opened(data: bytes) -> Any:
         raise DataError(f"the picture is too large to be opened: {error}", _HINT) from error
     except Exception as error:  # each format has its own errors
         raise _damaged(error) from error
+    if picture.format in _PROGRAMS:
+        raise DataError(f"the picture is a program ({picture.format}), which is not run", _HINT)
+    return picture
 
 
 def _check_size(picture: Any, limits: ImageLimits) -> None:

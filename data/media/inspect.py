@@ -12,16 +12,23 @@ import pyarrow.parquet as pq
 
 from elastic_trainer.config import DataConfig
 from elastic_trainer.data.location import Location
-from elastic_trainer.data.media.audio import AudioLimits, num_frames
+from elastic_trainer.data.media.audio import num_frames
 from elastic_trainer.data.media.collate import opened_text_tokens
-from elastic_trainer.data.media.images import ImageLimits, patch_rows_columns
-from elastic_trainer.data.media.rows import SIZES, measure
+from elastic_trainer.data.media.images import patch_rows_columns
+from elastic_trainer.data.media.reader import limits_of
+from elastic_trainer.data.media.rows import measure
+from elastic_trainer.data.media.schema import (
+    COLUMNS,
+    MODALITIES,
+    SIZE_COLUMNS,
+    check_names,
+    check_types,
+)
 from elastic_trainer.data.sources import SPLITS, split_files
 from elastic_trainer.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from elastic_trainer.errors import DataError
 from elastic_trainer.planner.sizes import ItemSize
 
-COLUMNS = (*SIZES, "text", *(column for columns in SIZES.values() for column in columns))
 _CHARS_PER_TOKEN = 4
 
 Pair = tuple[int, int]
@@ -64,9 +71,7 @@ def inspect_dataset(path: str, data: DataConfig) -> Inspection:
         data: names of columns, limits of sizes, the tokenizer.
     """
     location = Location(path)
-    unknown = [name for name in data.columns if name not in COLUMNS]
-    if unknown:
-        raise DataError(f"{unknown[0]!r} is no column", f"Columns are {', '.join(COLUMNS)}")
+    check_names(data.columns, "the list of columns")
     files = {split: split_files(location, split) for split in SPLITS}
     by_split = {split: _read(location, names, data) for split, names in files.items()}
     if not by_split["train"].text:
@@ -114,9 +119,10 @@ def _read_file(location: Location, file: str, names: Mapping[str, str], rows: _R
         opened = call(lambda: pq.ParquetFile(handle))
         there = set(opened.schema_arrow.names)
         _check_there(file, names, there)
+        check_types(file, {field.name: field.type for field in opened.schema_arrow}, names)
         wanted = [names["text"]] if names["text"] in there else []
         heads = []
-        for modality, columns in SIZES.items():
+        for modality, columns in SIZE_COLUMNS.items():
             sized = [names[column] for column in columns]
             if there.issuperset(sized):
                 wanted += sized
@@ -135,10 +141,10 @@ def _check_there(file: str, names: Mapping[str, str], there: set[str]) -> None:
                 f"{file} has no column {theirs!r} for {ours}",
                 f"Its columns are {', '.join(sorted(there))}",
             )
-    if not there.intersection(names[name] for name in (*SIZES, "text")):
+    wanted = [names[name] for name in (*MODALITIES, "text")]
+    if there.isdisjoint(wanted):
         raise DataError(
-            f"{file} has no column {', '.join(names[n] for n in (*SIZES, 'text'))}; its columns "
-            f"are {', '.join(sorted(there))}",
+            f"{file} has no column {', '.join(wanted)}; its columns are {', '.join(sorted(there))}",
             "Say what they are called, such as image=COLUMN",
         )
 
@@ -152,7 +158,7 @@ def _take(table: Any, names: Mapping[str, str], heads: Sequence[str], rows: _Row
     there = set(table.column_names)
     empty: list[list[Pair]] = [[] for _ in range(table.num_rows)]
     for modality, kept in (("image", rows.image), ("audio", rows.audio)):
-        first, second = SIZES[modality]
+        first, second = SIZE_COLUMNS[modality]
         if modality in heads:
             for cell in cells(modality):
                 pairs = list(_measured(modality, cell))
@@ -200,12 +206,7 @@ def _count_tokens(texts: Sequence[str], tokenizer: Tokenizer | None) -> list[int
 
 
 def _items(rows: _Rows, tokens: Sequence[int], data: DataConfig) -> list[ItemSize]:
-    pictures = ImageLimits(
-        patch_size=data.patch_size, max_patches=data.max_patches, max_pixels=data.max_image_pixels
-    )
-    sound = AudioLimits(
-        sample_rate=data.sample_rate, mel_bins=data.mel_bins, max_seconds=data.max_audio_s
-    )
+    pictures, sound = limits_of(data)
     items = []
     for images, clips, count in zip(rows.image, rows.audio, tokens, strict=True):
         cells = [patch_rows_columns(width, height, pictures) for width, height in images]

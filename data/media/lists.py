@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from elastic_trainer.data.media.bundles import MODALITIES, modality_of
+from elastic_trainer.data.media.bundles import modality_of
 from elastic_trainer.data.media.raw import MediaFile, Problems, RawSample
+from elastic_trainer.data.media.schema import MODALITIES
 from elastic_trainer.errors import DataError
 
 # In the lists that Hugging Face's folders have, this key names the file, whatever it is.
 _FILE_NAME = "file_name"
 _HINT = "Repair or remove the line"
+_SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +63,7 @@ def list_samples(
 def _parse(line: str, where: str) -> Mapping[str, Any]:
     try:
         facts = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}", _HINT) from error
     if not isinstance(facts, dict):
         raise DataError(f"{where} is not an object in braces", _HINT)
@@ -88,7 +90,8 @@ def _sample(
             raise DataError(f"{where} has no {kind}", _HINT)
     text = _text(facts, keys.text, where)
     files = {kind: [_file(path.parent, name, where) for name in names[kind]] for kind in MODALITIES}
-    name = str(facts.get(keys.id, f"{number:08}"))
+    given = facts.get(keys.id)
+    name = f"{number:08}" if given is None else str(given)
     first = [*files["image"], *files["audio"]]
     return RawSample(
         id=prefix + name,
@@ -124,6 +127,10 @@ def _names(facts: Mapping[str, Any], key: str, where: str) -> list[str]:
 
 def _file(folder: Path, name: str, where: str) -> MediaFile:
     path = folder / name
-    if not path.is_file():
+    try:
+        is_there = path.is_file()
+    except OSError as error:  # such as a name that is too long
+        raise DataError(f"{where} names {name[:_SHOWN_CHARS]}: {error.strerror}", _HINT) from error
+    if not is_there:
         raise DataError(f"{where} names {name}, but there is no file {path}", _HINT)
     return MediaFile(name, path.read_bytes)

@@ -131,5 +131,6 @@ def _digest(path: Path) -> str:
     for file in sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]:
         facts = file.stat()
         name = file.relative_to(path).as_posix()
-        digest.update(f"{name}\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode())
+        line = f"{name}\0{facts.st_size}\0{facts.st_mtime_ns}\n"
+        digest.update(line.encode(errors="surrogateescape"))  # names of files may be any bytes
     return digest.hexdigest()

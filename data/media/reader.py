@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
-from elastic_trainer.config import Config
+from elastic_trainer.config import Config, DataConfig
 from elastic_trainer.data.media.audio import (
     AudioLimits,
     audio_size,
@@ -31,23 +30,25 @@ from elastic_trainer.data.media.images import (
     patch_rows_columns,
     patchify,
 )
+from elastic_trainer.data.media.schema import (
+    COLUMNS,
+    MODALITIES,
+    SIZE_COLUMNS,
+    check_names,
+    check_types,
+)
 from elastic_trainer.data.samples import Fields, RowOrder, Sample
 from elastic_trainer.data.sources import ParquetSource
 from elastic_trainer.data.tokenizer import Tokenizer
 from elastic_trainer.errors import DataError
+from elastic_trainer.planner.packing import TOO_LONG_HINT
 from elastic_trainer.planner.sizes import ItemSize
 from elastic_trainer.types import Cursor, MicrobatchInfo
 
-MEDIA_COLUMNS = ("image", "audio")
-SIZE_COLUMNS = {
-    "image": ("image_width", "image_height"),
-    "audio": ("audio_samples", "audio_rate"),
-}
 FIELDS_OF = {
     "image": frozenset({"patches", "patch_grid", "image_lengths"}),
     "audio": frozenset({"frames", "clip_lengths"}),
 }
-COLUMNS = (*MEDIA_COLUMNS, "text", "id", *(c for names in SIZE_COLUMNS.values() for c in names))
 _DECODED_AHEAD = 4  # samples per thread that are under way or wait to be collected
 
 
@@ -96,8 +97,9 @@ class MediaSamples:
         self._tokenizer = tokenizer
         self._eos_id = eos_of(tokenizer)
         self._skips = data.on_error == "skip"
-        self._image, self._audio = limits_of(config)
-        self._kinds = [k for k in MEDIA_COLUMNS if self._names[k] in source.columns]
+        self._max_tokens = data.max_tokens_per_microbatch
+        self._image, self._audio = limits_of(data)
+        self._kinds = [k for k in MODALITIES if self._names[k] in source.columns]
         _check_columns(source, self._names, self._kinds, data.columns)
         heavy = [self._names[kind] for kind in self._kinds]
         light = [column for column in source.columns if column not in heavy]
@@ -111,6 +113,8 @@ class MediaSamples:
         self._order.check(cursor)
         row = self._order.row(cursor.epoch, cursor.row)
         size = self._size(row)
+        if self._skips and self._is_too_long(size):
+            size = ItemSize()  # nothing will come of it
         following = cursor.row + 1
         end = Cursor(epoch=cursor.epoch, row=following)
         if following == self._order.num_rows:
@@ -184,13 +188,24 @@ class MediaSamples:
         try:
             if row.text is None or not row.text.strip():
                 raise DataError("the text is missing", "Remove it, or set data.on_error=skip")
+            if self._is_too_long(row.size):
+                raise DataError(
+                    f"it has {row.size.num_tokens} tokens, more than the {self._max_tokens} of a "
+                    "microbatch",
+                    TOO_LONG_HINT,
+                )
             tokens = self._tokenizer.encode(row.text)
-            return Decoded(self._pictures(row), self._clips(row), tokens)
+            decoded = Decoded(self._pictures(row), self._clips(row), tokens)
+            _check_sizes(decoded, row.size)
+            return decoded
         except DataError as error:
             told = DataError(f"{row.where}: {error.what}", error.hint)
             if self._skips:
                 return told
             raise told from error
+
+    def _is_too_long(self, size: ItemSize) -> bool:
+        return 0 < self._max_tokens < size.num_tokens
 
     def _pictures(self, row: _Row) -> list[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         size = self._image.patch_size
@@ -213,8 +228,11 @@ class MediaSamples:
     def _row(self, sample: Sample, kinds: Sequence[str]) -> _Row:
         row = int(sample.id)
         assert sample.size is not None
+        size = sample.size
+        if not size.num_tokens:  # too long: how long exactly is to be told
+            size, kinds = self._size(row), ()
         media = {kind: self._files(row, kind) for kind in kinds}
-        return _Row(self._where(row), media, self._light_value(row, "text"), sample.size)
+        return _Row(self._where(row), media, self._light_value(row, "text"), size)
 
     def _files(self, row: int, kind: str) -> list[_File]:
         value = self._heavy.value(row, self._names[kind]).as_py()
@@ -266,9 +284,25 @@ class MediaSamples:
         return self._light.where(row) + (f" ({named})" if named else "")
 
 
-def limits_of(config: Config) -> tuple[ImageLimits, AudioLimits]:
+def _check_sizes(decoded: Decoded, expected: ItemSize) -> None:
+    """Loaders that do not decode a sample know it by its recorded sizes, so these must be right."""
+    pairs = {
+        "pictures have %s patches": (
+            [len(patches) for patches, _ in decoded.pictures],
+            [*expected.image_patches],
+        ),
+        "clips have %s frames": ([len(clip) for clip in decoded.clips], [*expected.audio_frames]),
+    }
+    for what, (found, told) in pairs.items():
+        if found != told:
+            raise DataError(
+                f"its {what % found}, but by their recorded sizes {told}",
+                "Correct the columns of sizes, or leave them out; or set data.on_error=skip",
+            )
+
+
+def limits_of(data: DataConfig) -> tuple[ImageLimits, AudioLimits]:
     """The limits of sizes that a configuration sets."""
-    data = config.data
     return (
         ImageLimits(
             patch_size=data.patch_size,
@@ -311,12 +345,8 @@ def _describe(
 def _check_columns(
     source: ParquetSource, names: Mapping[str, str], kinds: Sequence[str], given: Mapping[str, str]
 ) -> None:
+    check_names(given, "data.columns")
     for name, column in given.items():
-        if name not in COLUMNS:
-            raise DataError(
-                f"data.columns names {name!r}, which format media does not read",
-                f"It reads {', '.join(COLUMNS)}",
-            )
         if column not in source.columns:
             raise DataError(
                 f"{source.files[0]} has no column {column!r}, which data.columns.{name} names",
@@ -328,20 +358,4 @@ def _check_columns(
             f"{names['image']!r} or {names['audio']!r} among {', '.join(source.all_columns)}",
             "Name them, such as data.columns.image=img",
         )
-    for kind in kinds:
-        if not _holds_bytes(source.types[names[kind]]):
-            raise DataError(
-                f"column {names[kind]} of {source.files[0]} holds {source.types[names[kind]]}, "
-                "not files",
-                "Format media reads struct<bytes, path>, binary, and lists of them",
-            )
-
-
-def _holds_bytes(kind: Any) -> bool:
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return _holds_bytes(kind.value_type)
-    if pa.types.is_struct(kind):
-        return kind.get_field_index("bytes") >= 0
-    return bool(
-        pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_null(kind)
-    )
+    check_types(source.files[0], source.types, names)

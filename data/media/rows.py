@@ -20,16 +20,12 @@ import pyarrow.parquet as pq
 from elastic_trainer.data.media.audio import audio_size
 from elastic_trainer.data.media.images import image_size
 from elastic_trainer.data.media.raw import MediaFile, RawSample
+from elastic_trainer.data.media.schema import SIZE_COLUMNS
 from elastic_trainer.errors import DataError
 
 ROW_GROUP_BYTES = 16 << 20
 SHARD_BYTES = 256 << 20
 MEDIA = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
-# Sizes of each modality: column -> position in what measuring a file returns.
-SIZES = {
-    "image": {"image_width": 0, "image_height": 1},
-    "audio": {"audio_samples": 0, "audio_rate": 1},
-}
 _FEATURE = {"image": "Image", "audio": "Audio"}
 _MOST_BYTES = 1 << 30
 # What libsndfile reports for a stream whose end it cannot find is far beyond.
@@ -50,10 +46,10 @@ class Layout:
             "id": {"dtype": "string", "_type": "Value"},
             "text": {"dtype": "string", "_type": "Value"},
         }
-        for name in SIZES:
+        for name in SIZE_COLUMNS:
             fields.append((name, pa.list_(MEDIA) if self.several[name] else MEDIA))
             features[name] = self._feature(name, {"_type": _FEATURE[name]})
-        for name, columns in SIZES.items():
+        for name, columns in SIZE_COLUMNS.items():
             for column in columns:
                 fields.append((column, pa.list_(pa.int64()) if self.several[name] else pa.int64()))
                 features[column] = self._feature(name, {"dtype": "int64", "_type": "Value"})
@@ -89,7 +85,7 @@ def read_row(sample: RawSample, layout: Layout) -> Row:
         media = [{"bytes": c, "path": f.path} for (c, _), f in zip(read, files, strict=True)]
         several = layout.several[name]
         columns[name] = media if several else next(iter(media), None)
-        for column, at in SIZES[name].items():
+        for at, column in enumerate(SIZE_COLUMNS[name]):
             values = [size[at] for size in sizes]
             columns[column] = values if several else next(iter(values), 0)
         num_bytes += sum(len(content) for content, _ in read)
@@ -214,11 +210,11 @@ class SplitWriter:
 def _options(layout: Layout) -> dict[str, Any]:
     """Media are compressed already; their bytes need neither statistics nor a dictionary."""
     schema = layout.schema()
-    plain = [name for name in schema.names if name not in SIZES]
-    lists = {column for name, of in SIZES.items() if layout.several[name] for column in of}
+    plain = [name for name in schema.names if name not in SIZE_COLUMNS]
+    lists = {column for name, of in SIZE_COLUMNS.items() if layout.several[name] for column in of}
     leaves = {name: f"{name}.list.element" if name in lists else name for name in plain}
     compression = {leaf: "zstd" for leaf in leaves.values()}
-    for name in SIZES:
+    for name in SIZE_COLUMNS:
         inner = f"{name}.list.element" if layout.several[name] else name
         compression |= {f"{inner}.bytes": "none", f"{inner}.path": "zstd"}
     return {

@@ -1,8 +1,10 @@
 """WebDataset archives: tar files in which members of one name are one sample."""
 
+import lzma
 import os
 import tarfile
 import weakref
+import zlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -12,6 +14,7 @@ from elastic_trainer.data.media.raw import MediaFile
 from elastic_trainer.errors import DataError
 
 _HINT = "Write or copy it again"
+_DAMAGE = (OSError, EOFError, tarfile.TarError, zlib.error, lzma.LZMAError)
 
 
 def tar_bundles(path: Path) -> Iterator[Bundle]:
@@ -39,23 +42,33 @@ class _Archive:
         self._path = path
         try:
             self._tar = tarfile.open(path)
-        except (OSError, EOFError, tarfile.TarError) as error:
+        except _DAMAGE as error:
             raise DataError(f"{path} is not a tar archive: {error}", _HINT) from error
         # Samples read from it until the last of them is gone.
         weakref.finalize(self, self._tar.close)
 
     def members(self) -> list[tarfile.TarInfo]:
         try:
-            return [member for member in self._tar.getmembers() if member.isreg()]
-        except (OSError, EOFError, tarfile.TarError) as error:
+            members = [member for member in self._tar.getmembers() if member.isreg()]
+            self._check_end()
+            return members
+        except _DAMAGE as error:
             raise DataError(f"{self._path} is cut short or damaged: {error}", _HINT) from error
+
+    def _check_end(self) -> None:
+        """tarfile takes a head that it cannot read for the end, and says nothing."""
+        file = self._tar.fileobj
+        assert file is not None  # it was just read
+        file.seek(self._tar.offset)
+        if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
+            raise tarfile.ReadError(f"no member begins at byte {self._tar.offset}")
 
     def read(self, member: tarfile.TarInfo) -> bytes:
         try:
             content = self._tar.extractfile(member)
             assert content is not None  # members are regular files
             return content.read()
-        except (EOFError, tarfile.TarError) as error:
+        except _DAMAGE as error:
             raise DataError(
                 f"{member.name} of {self._path} is cut short or damaged: {error}", _HINT
             ) from error

@@ -1,5 +1,6 @@
 """Commands for datasets: making one, looking into one."""
 
+import glob
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -65,7 +66,7 @@ def make_dataset(
         arguments["from_dir"] = from_dir
     info = build(
         kind,
-        out or Path("datasets") / (Path(files[0]).name.partition(".")[0] if files else kind),
+        out or Path("datasets") / (_name_of(files[0]) if files else kind),
         vocab_size=vocab_size,
         eval_fraction=eval_fraction,
         seed=seed,
@@ -130,6 +131,14 @@ def inspect(
 
         draw(found, balance, png)
         typer.echo(f"Drew {png}", err=True)
+
+
+def _name_of(file: str) -> str:
+    """What a dataset made of this file is called: its name up to the first dot."""
+    name = Path(file).expanduser().resolve().name.lstrip(".").partition(".")[0]
+    if not name or glob.has_magic(name):
+        raise ConfigError(f"`{file}` gives the dataset no name", "Name its folder by --out.")
+    return name
 
 
 def split_files(kind: str, texts: list[str]) -> tuple[list[str], dict[str, Any]]:

@@ -323,4 +323,12 @@ def first_input(model: ModelSpec, batch: Mapping[str, Tensor]) -> Tree:
 
 def layer_kwargs(spec: LayerSpec, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Fields of the microbatch that this layer's forward gets by name."""
-    return {name: batch[name] for name in spec.batch_fields}
+    try:
+        return {name: batch[name] for name in spec.batch_fields}
+    except KeyError as error:
+        raise ModelError(
+            f"Layer {spec.name!r} needs field {error.args[0]!r}; the microbatch has "
+            f"{sorted(batch)}",
+            "Set data.format and data.input_columns, or the layer's batch_fields (an emulated "
+            "layer's cost_field)",
+        ) from None

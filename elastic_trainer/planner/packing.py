@@ -19,6 +19,9 @@ from elastic_trainer.errors import PackingError
 from elastic_trainer.planner.packing_exact import solve
 from elastic_trainer.planner.packing_greedy import Problem, improve_starts
 
+TOO_LONG_HINT = (
+    "Raise data.max_tokens_per_microbatch, or lower data.max_patches and data.max_audio_s"
+)
 METHODS = ("order", "greedy", "exact")
 
 
@@ -77,8 +80,7 @@ def pack(
         if max_tokens and count > max_tokens:
             raise PackingError(
                 f"sample {index} has {count} tokens, more than the {max_tokens} of a microbatch",
-                "Raise data.max_tokens_per_microbatch, or lower data.max_patches and "
-                "data.max_audio_s",
+                TOO_LONG_HINT,
                 index,
             )
     wanted = max(1, min(num_microbatches, problem.num_samples))

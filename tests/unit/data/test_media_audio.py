@@ -62,6 +62,16 @@ def test_frames_are_known_before_decoding(rate: int, num_samples: int) -> None:
     assert np.isfinite(frames).all()
 
 
+def test_what_the_head_of_an_mp3_file_tells_is_not_believed() -> None:
+    whole = wav(np.sin(np.arange(40_000) / 5) / 2, 8000, "MP3")
+    data = whole[: len(whole) // 2]
+    with soundfile.SoundFile(io.BytesIO(data)) as sound:
+        told = sound.frames
+    num_samples, rate = audio_size(data)
+    assert 0 < num_samples < told == 40_000
+    assert len(log_mel(decode_audio(data, LIMITS), LIMITS)) == num_frames(num_samples, rate, LIMITS)
+
+
 def test_higher_tones_lie_in_higher_bands() -> None:
     bands = [
         int(log_mel(decode_audio(tone(16000, hertz=hertz), LIMITS), LIMITS).mean(axis=0).argmax())
@@ -85,6 +95,7 @@ def test_louder_is_larger_and_silence_is_finite() -> None:
         (wav(np.zeros((0, 2)), 48000), "no samples"),
         (wav(np.array([0.0, np.nan]), 16000, subtype="FLOAT"), "no numbers"),
         (tone(16000)[:30], "damaged"),
+        (wav(np.zeros(9), 2**31 - 1), "2147483647 samples per second"),
     ],
 )
 def test_what_is_no_sound_is_refused(data: bytes, told: str) -> None:

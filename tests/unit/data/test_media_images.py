@@ -164,6 +164,26 @@ def test_large_jpeg_is_decoded_smaller() -> None:
         center(saved(plain("RGB", 0, (1600, 800)), "JPEG"))
 
 
+@pytest.mark.parametrize("width, height", [(481, 17), (301, 299), (17, 481), (90, 1000)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_large_jpeg_has_as_many_patches_as_its_head_tells(
+    width: int, height: int, turned: bool
+) -> None:
+    limits = ImageLimits(patch_size=4, max_patches=256, max_pixels=6_000)
+    exif = Image.Exif()
+    exif[0x0112] = 6 if turned else 1
+    data = saved(plain("L", 0, (width, height)), "JPEG", exif=exif)
+    rows, columns = patch_rows_columns(*image_size(data), limits)
+    if turned and rows != columns:
+        rows, columns = columns, rows
+    assert decode_image(data, limits).shape == (4 * rows, 4 * columns, 3)
+
+
+def test_a_picture_that_is_a_program_is_not_run() -> None:
+    with pytest.raises(DataError, match="is a program .EPS."):
+        decode_image(saved(plain("RGB", 0), "EPS"), LIMITS)
+
+
 def test_size_is_read_from_the_head() -> None:
     assert image_size(saved(plain("RGB", 0, (30, 20)))[:60]) == (30, 20)
     with pytest.raises(DataError):

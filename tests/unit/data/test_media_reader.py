@@ -1,6 +1,7 @@
 """Format media: rows of pictures, sound and text become microbatches, a pure function of order."""
 
 import io
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from elastic_trainer.config import Config, DataConfig, PipelineConfig, TrainConf
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
 from elastic_trainer.data.media.collate import INPUT_FIELDS
+from elastic_trainer.data.media.inspect import inspect_dataset
 from elastic_trainer.data.sources import ParquetSource
 from elastic_trainer.data.tokenizer import Tokenizer
-from elastic_trainer.errors import DataError
+from elastic_trainer.errors import DataError, PackingError
 
 FILE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 SIZES = ("image_width", "image_height", "audio_samples", "audio_rate")
@@ -240,6 +242,52 @@ def test_what_cannot_be_read_is_named_or_skipped(
         for a, b in zip(mine.microbatches, theirs.microbatches, strict=True):
             assert a.sample_ids == tuple(i for i in b.sample_ids if i != "7")
         assert mine.end == theirs.end
+
+
+def test_a_sample_too_long_for_any_microbatch_is_named_or_skipped(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    rows = [row(number) for number in range(10)]
+    rows[7]["text"] = "long " * 2000
+    path = save(tmp_path / "long", rows, tokenizer)
+    limit = {"max_tokens_per_microbatch": 900}
+    with pytest.raises(PackingError, match="sample 7 has .* more than the 900"):
+        batches(settings(path, **limit))
+    found = batches(settings(path, on_error="skip", **limit))
+    assert sorted(map(int, ids(found))) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
+    ((number, why),) = [entry for info, _ in found for entry in info.skipped]
+    assert number == "7" and re.search(r"name-7.: it has \d{4,} tokens, more than the 900", why)
+    assert all(m.num_tokens <= 900 for info, _ in found for m in info.microbatches)
+
+
+@pytest.mark.parametrize("fields", [None, {"patches", "frames"}])
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"image_width": 400}, r"pictures have \[24\] patches, but .* \[\d+\]"),
+        ({"image": None}, r"pictures have \[\] patches, but .* \[24\]"),
+        ({"audio_samples": 90_000}, r"clips have \[\d+\] frames, but .* \[\d+\]"),
+    ],
+)
+def test_recorded_sizes_must_be_right(
+    tmp_path: Path, tokenizer: Tokenizer, change: Row, told: str, fields: set[str] | None
+) -> None:
+    rows = [row(number) for number in range(10)]
+    rows[7].update(change)
+    path = save(tmp_path / "wrong", rows, tokenizer)
+    with pytest.raises(DataError, match=f"row 7 of .*{told}"):
+        batches(settings(path), fields=fields)
+    assert "7" not in ids(batches(settings(path, on_error="skip"), fields=fields))
+
+
+def test_sizes_are_whole_numbers(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    table = pa.table({"image": [png(8, 8)["bytes"]], "image_width": ["8"], "text": ["a"]})
+    folder = save(tmp_path / "texts", [row(1)], tokenizer)
+    pq.write_table(table, folder / "data" / "train-00000-of-00001.parquet")
+    with pytest.raises(DataError, match="column image_width of .* holds string, not whole numbers"):
+        batches(settings(folder))
+    with pytest.raises(DataError, match="column image_width of .* holds string, not whole numbers"):
+        inspect_dataset(str(folder), DataConfig())
 
 
 def test_microbatch_of_nothing_but_damage(tmp_path: Path, tokenizer: Tokenizer) -> None:

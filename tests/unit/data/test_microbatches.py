@@ -135,6 +135,12 @@ def test_costs_follow_the_models_dimensions() -> None:
     assert model.predict(text)[0] == 0 < model.predict(text)[2]
 
 
+def test_arguments_of_other_models_may_mean_anything() -> None:
+    args = {"freeze": True, "dim": None, "vocab_size": [5], "patch_size": "4x4", "lm_layers": 0}
+    usual = cost_model(load_config({"model": {"target": "mine:model"}}, []))
+    assert cost_model(load_config({"model": {"target": "mine:model", "args": args}}, [])) == usual
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

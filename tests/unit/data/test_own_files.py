@@ -1,6 +1,9 @@
 """The user's own files as datasets: folders, archives, lists, and what may be wrong with them."""
 
+import gzip
 import json
+import lzma
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -286,3 +289,68 @@ def test_inputs(tmp_path: Path, samples: Files) -> None:
     assert build(tmp_path, folder, overwrite=False).reused
     (folder / "part0" / "000.txt").write_text("Changed")
     refused("differs from the one asked for in source", tmp_path, folder, overwrite=False)
+
+
+def test_text_and_names_that_are_not_unicode(tmp_path: Path, samples: Files) -> None:
+    half = b'{"text": "half of \\ud83d"}'
+    texts = lay_out(tmp_path / "texts", {**samples, "z.png": samples["part0/000.jpg"]})
+    (texts / "z.json").write_bytes(half)
+    refused(r"sample z has a text .* not Unicode: 'half of \\ud83d'", tmp_path, texts)
+    assert build(tmp_path, texts, on_error="skip").num_skipped == 1
+    listed = [{"image": name, "text": "x", "id": name} for name in samples if name.endswith("g")]
+    lines = [*map(json.dumps, listed), '{"image": "part0/000.jpg", "text": "x", "id": "\\udc00"}']
+    (texts / "list.jsonl").write_text("\n".join(lines))
+    refused(r"sample .*dc00 has a text or the name", tmp_path, texts / "list.jsonl")
+    names = lay_out(tmp_path / "names", samples)
+    for suffix, content in ((b".png", samples["part0/000.jpg"]), (b".txt", b"x")):
+        Path(os.fsdecode(os.fsencode(names) + b"/z\xff" + suffix)).write_bytes(content)
+    refused("the name of a file that is not Unicode", tmp_path, names)
+    assert build(tmp_path, names, on_error="skip").num_skipped == 1
+
+
+def test_nested_beyond_measure(tmp_path: Path, samples: Files) -> None:
+    deep = b"[" * 100_000
+    folder = lay_out(tmp_path / "deep", {**samples, "z.png": samples["part0/000.jpg"]})
+    (folder / "z.json").write_bytes(deep)
+    refused("sample z of .* cannot read z.json", tmp_path, folder)
+    (folder / "list.jsonl").write_bytes(deep)
+    refused("line 1 of .* is not JSON", tmp_path, folder / "list.jsonl")
+
+
+def test_ids_that_are_null_and_names_that_are_too_long(tmp_path: Path, samples: Files) -> None:
+    folder = lay_out(tmp_path / "photos", samples)
+    facts = [{"image": f"part0/{n:03}.jpg", "text": "x", "id": None} for n in (0, 2, 4)]
+    (folder / "list.jsonl").write_text("\n".join(map(json.dumps, facts)))
+    build(tmp_path, folder / "list.jsonl")
+    assert sorted(rows(tmp_path)) == ["00000001", "00000002", "00000003"]
+    facts.append({"image": "data:" + "a" * 5000, "text": "x"})
+    (folder / "list.jsonl").write_text("\n".join(map(json.dumps, facts)))
+    refused("^line 4 of .* names data:a{55}: File name too long", tmp_path, folder / "list.jsonl")
+    assert build(tmp_path, folder / "list.jsonl", on_error="skip").num_skipped == 1
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
+def test_a_damaged_archive_loses_nothing_silently(
+    tmp_path: Path, samples: Files, tar: Callable[..., bytes], mode: str
+) -> None:
+    path = tmp_path / "a.tar"
+    whole = tar(None, samples, "w")
+    at = whole.index(b"part1/001.jpg")  # the head of a member, where another sample ends
+    damaged = whole[:at] + b"?" * 512 + whole[at + 512 :]
+    compress = {"w": bytes, "w:gz": gzip.compress, "w:xz": lzma.compress}[mode]
+    path.write_bytes(compress(whole))
+    assert sum(build(tmp_path, path).rows_with.values()) == 15
+    path.write_bytes(compress(damaged))
+    refused(f"a.tar is cut short or damaged: no member begins at byte {at}", tmp_path, path)
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, lzma.compress])
+def test_a_damaged_compressed_archive_is_named(
+    tmp_path: Path, samples: Files, tar: Callable[..., bytes], compress: Callable[..., bytes]
+) -> None:
+    path = tmp_path / "a.tar"
+    data = bytearray(compress(tar(None, samples, "w")))
+    middle = len(data) // 2
+    data[middle : middle + 64] = bytes(64)
+    path.write_bytes(data)
+    refused("a.tar.* (is cut short or damaged|is not a tar archive)", tmp_path, path)

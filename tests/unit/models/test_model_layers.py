@@ -147,6 +147,8 @@ def test_fields_reach_the_first_layer_and_those_that_ask() -> None:
     }
     with pytest.raises(ModelError, match=r"needs field 'input_ids'; .* has \['a', 'b'\]"):
         first_input(model(linear("l")), batch)
+    with pytest.raises(ModelError, match=r"'l' needs field 'c'; the microbatch has \['a', 'b'\]"):
+        layer_kwargs(LayerSpec("l", nn.Identity, batch_fields=("a", "c")), batch)
 
 
 class Noisy(nn.Module):
