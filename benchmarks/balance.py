@@ -3,19 +3,23 @@ encoder and two of a language model, real actors, channels and loader, in turns.
 
 The costs of microbatches and the time of packing are those of the same stream of batches, and
 small batches are compared with the exact optimum. Of these two comparisons the worst case counts.
+
+With `--captions PATH` the recipe `captions` is trained on that dataset instead, which
+`elastic-trainer make-dataset captions` made: the real model on two workers, again in turns.
 """
 
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import arguments, figure, log, show, train
+from common import Trained, figure, log, parser, show, train
 
 from elastic_trainer.config import load_config
 from elastic_trainer.data.batches import BatchStream
@@ -28,6 +32,7 @@ from elastic_trainer.types import Cursor
 BATCH_SIZE, LARGE_BATCH_SIZE, MICROBATCH_SIZE = 128, 512, 8
 FORWARD_S, BACKWARD_S = 0.015, 0.030  # of a microbatch of average samples
 STEPS, LARGE_STEPS, WARMUP = 14, 6, 2
+CAPTIONS_STEPS, CAPTIONS_WARMUP = 40, 8
 SMALL_BATCHES, SMALL_MICROBATCHES, SEEDS = (8, 10, 12, 14), (2, 3, 4), range(8)
 COUNTED_BATCHES = 40
 SOLVE_S = 60.0
@@ -57,9 +62,24 @@ def config(
 
 def step_s(packing: str, batch_size: int = BATCH_SIZE, steps: int = STEPS) -> float:
     """Mean seconds of a step; batches hold the same samples whatever the packing."""
-    run = train(config(packing, batch_size, steps))
-    elapsed: float = run.lines[-1]["time"] - run.lines[WARMUP - 1]["time"]
-    return elapsed / (steps - WARMUP)
+    return mean_step_s(train(config(packing, batch_size, steps)), WARMUP)
+
+
+def captions_step_s(packing: str, dataset: Path) -> float:
+    """The same of the recipe captions at two stages."""
+    run = train(
+        "captions",
+        f"data.path={dataset.absolute()}",
+        f"data.packing={packing}",
+        f"train.max_steps={CAPTIONS_STEPS}",
+    )
+    return mean_step_s(run, CAPTIONS_WARMUP)
+
+
+def mean_step_s(run: Trained, skip: int) -> float:
+    """Mean seconds of the updates after the first `skip`."""
+    elapsed: float = run.lines[-1]["time"] - run.lines[skip - 1]["time"]
+    return elapsed / (len(run.lines) - skip)
 
 
 def max_over_mean(batch_size: int, microbatch_size: int) -> list[float]:
@@ -125,21 +145,37 @@ def worst(samples: Sequence[float]) -> dict[str, Any]:
     return {**figure(samples), "value": max(samples)}
 
 
+def in_turns(step: Callable[[str], float], repeats: int) -> dict[str, Any]:
+    """Step time with balanced over that with random packing."""
+    ratios = []
+    for repeat in range(repeats):
+        ways = ("order", "greedy") if repeat % 2 == 0 else ("greedy", "order")
+        seconds = {way: step(way) for way in ways}
+        ratios.append(seconds["greedy"] / seconds["order"])
+        log(
+            f"step {1000 * seconds['order']:.1f} ms random, "
+            f"{1000 * seconds['greedy']:.1f} ms balanced"
+        )
+    return figure(ratios)
+
+
 def main() -> None:
-    options = arguments(__doc__ or "", repeats=3)
+    command_line = parser(__doc__ or "", repeats=3)
+    command_line.add_argument("--captions", type=Path, help="measure this dataset alone")
+    options = command_line.parse_args()
+    if options.captions is not None:
+        ratios = in_turns(lambda way: captions_step_s(way, options.captions), options.repeats)
+        show({"captions_balanced_over_random_step": ratios}, options.json)
+        return
     packing = packing_s(LARGE_BATCH_SIZE)
     large = step_s("greedy", LARGE_BATCH_SIZE, LARGE_STEPS)
     log(f"batches of {LARGE_BATCH_SIZE}: packing {1000 * packing:.1f} ms, step {large:.2f} s")
-    ratios = []
-    for _ in range(options.repeats):
-        random, balanced = step_s("order"), step_s("greedy")
-        ratios.append(balanced / random)
-        log(f"step {1000 * random:.1f} ms random, {1000 * balanced:.1f} ms balanced")
+    balanced = in_turns(step_s, options.repeats)
     with quiet_solver():
         compared = greedy_over_exact(SEEDS)
     show(
         {
-            "balanced_over_random_step": figure(ratios),
+            "balanced_over_random_step": balanced,
             "max_over_mean_cost": worst([x for shape in SHAPES for x in max_over_mean(*shape)]),
             "packing_share": figure([packing / large]),
             "greedy_over_exact": worst(compared),

@@ -18,14 +18,23 @@ from elastic_trainer import RunResult, fit
 
 def arguments(description: str, repeats: int = 5, names: Sequence[str] = ()) -> argparse.Namespace:
     """Command line of a benchmark; `names`: of figures that can be asked for alone."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--repeats", type=int, default=repeats, help="samples per figure")
+    return parser(description, repeats, names).parse_args()
+
+
+def parser(
+    description: str, repeats: int = 5, names: Sequence[str] = ()
+) -> argparse.ArgumentParser:
+    """The same, to be extended."""
+    found = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    found.add_argument("--json", action="store_true", help="print one JSON object")
+    found.add_argument("--repeats", type=int, default=repeats, help="samples per figure")
     if names:
-        parser.add_argument(
+        found.add_argument(
             "--only", nargs="+", choices=names, default=names, metavar="NAME", help="these figures"
         )
-    return parser.parse_args()
+    return found
 
 
 @dataclass(frozen=True)
@@ -36,7 +45,7 @@ class Trained:
     predicted_step_s: float
 
 
-def train(config: dict[str, Any], *overrides: str) -> Trained:
+def train(config: str | dict[str, Any], *overrides: str) -> Trained:
     """Train in a scratch folder without evaluation.
 
     Raises:
