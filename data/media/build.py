@@ -59,11 +59,9 @@ def build_media(
         "on_error": on_error,
         "source": [asdict(origin) for origin in raw.sources],
     }
-    existing = reusable(folder, arguments, overwrite)
-    if existing is not None:
+    if existing := reusable(folder, arguments, overwrite):
         return existing
-    samples = list(_storable(raw.samples, problems))
-    _check_ids(samples)
+    samples = _with_own_ids(_storable(raw.samples, problems))
     held_out = held_out_names(
         {sample.group for sample in samples}, eval_fraction=eval_fraction, seed=seed
     )
@@ -203,12 +201,14 @@ def _storable(samples: Iterable[RawSample], problems: Problems) -> Iterator[RawS
             yield sample
 
 
-def _check_ids(samples: Sequence[RawSample]) -> None:
-    seen: set[str] = set()
+def _with_own_ids(samples: Iterable[RawSample]) -> list[RawSample]:
+    """All of them, none of which is called as another."""
+    found: dict[str, RawSample] = {}
     for sample in samples:
-        if sample.id in seen:
+        if sample.id in found:
             raise DataError(
                 f"two samples are called {sample.id}",
                 "Give one of the files or ids another name: each row needs its own",
             )
-        seen.add(sample.id)
+        found[sample.id] = sample
+    return list(found.values())

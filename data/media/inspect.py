@@ -21,8 +21,10 @@ from elastic_trainer.data.media.schema import (
     COLUMNS,
     MODALITIES,
     SIZE_COLUMNS,
+    as_list,
     check_names,
     check_types,
+    sizes_in,
 )
 from elastic_trainer.data.sources import SPLITS, split_files
 from elastic_trainer.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
@@ -165,21 +167,16 @@ def _take(table: Any, names: Mapping[str, str], heads: Sequence[str], rows: _Row
                 rows.num_damaged += sum(pair is None for pair in pairs)
                 kept.append([pair for pair in pairs if pair is not None])
         elif names[first] in there and names[second] in there:
-            kept.extend(map(_pairs, cells(first), cells(second)))
+            kept.extend(map(sizes_in, cells(first), cells(second)))
         else:
             kept.extend(empty)
     texts = cells("text") if names["text"] in there else [None] * table.num_rows
     rows.text.extend(text if isinstance(text, str) else "" for text in texts)
 
 
-def _pairs(first: Any, second: Any) -> list[Pair]:
-    both = zip(_as_list(first), _as_list(second), strict=False)
-    return [(int(a), int(b)) for a, b in both if a and b]
-
-
 def _measured(modality: str, cell: Any) -> Iterator[Pair | None]:
     """Sizes from the heads of the files in a cell, None for one that cannot be read."""
-    for item in _as_list(cell):
+    for item in as_list(cell):
         content = item.get("bytes") if isinstance(item, dict) else item
         if content is None:
             continue
@@ -187,10 +184,6 @@ def _measured(modality: str, cell: Any) -> Iterator[Pair | None]:
             yield measure(modality, content, "a file")
         except DataError:
             yield None
-
-
-def _as_list(cell: Any) -> list[Any]:
-    return cell if isinstance(cell, list) else [] if cell is None else [cell]
 
 
 def _tokenizer(location: Location, data: DataConfig) -> Tokenizer | None:

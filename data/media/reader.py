@@ -34,13 +34,15 @@ from elastic_trainer.data.media.schema import (
     COLUMNS,
     MODALITIES,
     SIZE_COLUMNS,
+    as_list,
     check_names,
     check_types,
+    sizes_in,
 )
 from elastic_trainer.data.samples import Fields, RowOrder, Sample
 from elastic_trainer.data.sources import ParquetSource
 from elastic_trainer.data.tokenizer import Tokenizer
-from elastic_trainer.errors import DataError
+from elastic_trainer.errors import DataError, PackingError
 from elastic_trainer.planner.packing import TOO_LONG_HINT
 from elastic_trainer.planner.sizes import ItemSize
 from elastic_trainer.types import Cursor, MicrobatchInfo
@@ -113,7 +115,9 @@ class MediaSamples:
         self._order.check(cursor)
         row = self._order.row(cursor.epoch, cursor.row)
         size = self._size(row)
-        if self._skips and self._is_too_long(size):
+        if error := self._too_long(row, size):
+            if not self._skips:
+                raise error
             size = ItemSize()  # nothing will come of it
         following = cursor.row + 1
         end = Cursor(epoch=cursor.epoch, row=following)
@@ -177,23 +181,28 @@ class MediaSamples:
         kinds = self._kinds if kinds is None else kinds
         waiting: deque[Future[Decoded | DataError]] = deque()
         for sample in samples:
-            # Storage is read by this thread alone; only the decoding is spread.
-            waiting.append(self._pool.submit(self._decode, self._row(sample, kinds)))
+            waiting.append(self._submit(sample, kinds))
             if len(waiting) >= _DECODED_AHEAD * self._workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
 
+    def _submit(self, sample: Sample, kinds: Sequence[str]) -> Future[Decoded | DataError]:
+        """Storage is read by this thread alone; only the decoding is spread."""
+        assert sample.size is not None
+        if sample.size.num_tokens:
+            return self._pool.submit(self._decode, self._row(sample, kinds))
+        row = int(sample.id)  # `next` found it too long, and it is to be told how long
+        error = self._too_long(row, self._size(row))
+        assert error is not None
+        known: Future[Decoded | DataError] = Future()
+        known.set_result(error)
+        return known
+
     def _decode(self, row: _Row) -> Decoded | DataError:
         try:
             if row.text is None or not row.text.strip():
                 raise DataError("the text is missing", "Remove it, or set data.on_error=skip")
-            if self._is_too_long(row.size):
-                raise DataError(
-                    f"it has {row.size.num_tokens} tokens, more than the {self._max_tokens} of a "
-                    "microbatch",
-                    TOO_LONG_HINT,
-                )
             tokens = self._tokenizer.encode(row.text)
             decoded = Decoded(self._pictures(row), self._clips(row), tokens)
             _check_sizes(decoded, row.size)
@@ -204,8 +213,12 @@ class MediaSamples:
                 return told
             raise told from error
 
-    def _is_too_long(self, size: ItemSize) -> bool:
-        return 0 < self._max_tokens < size.num_tokens
+    def _too_long(self, row: int, size: ItemSize) -> PackingError | None:
+        """What is wrong with a sample that fits into no microbatch."""
+        if not 0 < self._max_tokens < size.num_tokens:
+            return None
+        what = f"has {size.num_tokens} tokens, more than the {self._max_tokens} of a microbatch"
+        return PackingError(f"{self._where(row)} {what}", TOO_LONG_HINT)
 
     def _pictures(self, row: _Row) -> list[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         size = self._image.patch_size
@@ -228,18 +241,14 @@ class MediaSamples:
     def _row(self, sample: Sample, kinds: Sequence[str]) -> _Row:
         row = int(sample.id)
         assert sample.size is not None
-        size = sample.size
-        if not size.num_tokens:  # too long: how long exactly is to be told
-            size, kinds = self._size(row), ()
         media = {kind: self._files(row, kind) for kind in kinds}
-        return _Row(self._where(row), media, self._light_value(row, "text"), size)
+        return _Row(self._where(row), media, self._light_value(row, "text"), sample.size)
 
     def _files(self, row: int, kind: str) -> list[_File]:
         value = self._heavy.value(row, self._names[kind]).as_py()
-        items = value if isinstance(value, list) else [value]
         files = [
             _File(item["bytes"], item.get("path")) if isinstance(item, dict) else _File(item)
-            for item in items
+            for item in as_list(value)
         ]
         return [file for file in files if file.data is not None or file.path]
 
@@ -261,10 +270,7 @@ class MediaSamples:
             return []
         names = [self._names[name] for name in SIZE_COLUMNS[kind]]
         if all(name in self._light.columns for name in names):
-            cells = [self._light.value(row, name).as_py() for name in names]
-            first, second = (c if isinstance(c, list) else [c] for c in cells)
-            pairs = zip(first, second, strict=False)
-            return [(int(a), int(b)) for a, b in pairs if a and b]
+            return sizes_in(*(self._light.value(row, name).as_py() for name in names))
         found = []
         for file in self._files(row, kind):
             try:

@@ -1,6 +1,6 @@
 """Columns of a dataset of pictures, sound and text, and what they may hold."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -44,6 +44,17 @@ def check_types(file: str, types: Mapping[str, Any], names: Mapping[str, str]) -
                 what = "files"
                 hint = "Format media reads struct<bytes, path>, binary, and lists of them"
             raise DataError(f"column {names[name]} of {file} holds {kind}, not {what}", hint)
+
+
+def sizes_in(first: Any, second: Any) -> list[tuple[int, int]]:
+    """The sizes in the cells of two columns of sizes; what is not there has none above 0."""
+    pairs = zip(as_list(first), as_list(second), strict=False)
+    return [(int(a), int(b)) for a, b in pairs if a and b and min(a, b) > 0]
+
+
+def as_list(cell: Any) -> Sequence[Any]:
+    """What a cell holds: several, one, or none."""
+    return cell if isinstance(cell, list) else [] if cell is None else [cell]
 
 
 def _holds_bytes(kind: Any) -> bool:

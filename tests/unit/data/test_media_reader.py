@@ -251,12 +251,12 @@ def test_a_sample_too_long_for_any_microbatch_is_named_or_skipped(
     rows[7]["text"] = "long " * 2000
     path = save(tmp_path / "long", rows, tokenizer)
     limit = {"max_tokens_per_microbatch": 900}
-    with pytest.raises(PackingError, match="sample 7 has .* more than the 900"):
+    with pytest.raises(PackingError, match="row 7 of .*name-7. has .* more than the 900"):
         batches(settings(path, **limit))
     found = batches(settings(path, on_error="skip", **limit))
     assert sorted(map(int, ids(found))) == [0, 1, 2, 3, 4, 5, 6, 8, 9]
     ((number, why),) = [entry for info, _ in found for entry in info.skipped]
-    assert number == "7" and re.search(r"name-7.: it has \d{4,} tokens, more than the 900", why)
+    assert number == "7" and re.search(r"name-7. has \d{4,} tokens, more than the 900", why)
     assert all(m.num_tokens <= 900 for info, _ in found for m in info.microbatches)
 
 
@@ -288,6 +288,16 @@ def test_sizes_are_whole_numbers(tmp_path: Path, tokenizer: Tokenizer) -> None:
         batches(settings(folder))
     with pytest.raises(DataError, match="column image_width of .* holds string, not whole numbers"):
         inspect_dataset(str(folder), DataConfig())
+
+
+def test_sizes_below_zero_count_as_none(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [row(number) for number in range(4)]
+    rows[1].update(image=None, image_width=-20, audio=None, audio_rate=-16000)
+    folder = save(tmp_path / "below", rows, tokenizer)
+    assert len(ids(batches(settings(folder)))) == 4
+    found = inspect_dataset(str(folder), DataConfig())
+    assert found.rows_with == {"image": 2, "audio": 1, "text": 4}
+    assert all(size > 0 for sizes in found.sizes.values() for size in sizes)
 
 
 def test_microbatch_of_nothing_but_damage(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -329,15 +329,14 @@ def test_ids_that_are_null_and_names_that_are_too_long(tmp_path: Path, samples: 
     assert build(tmp_path, folder / "list.jsonl", on_error="skip").num_skipped == 1
 
 
-@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, lzma.compress])
 def test_a_damaged_archive_loses_nothing_silently(
-    tmp_path: Path, samples: Files, tar: Callable[..., bytes], mode: str
+    tmp_path: Path, samples: Files, tar: Callable[..., bytes], compress: Callable[..., bytes]
 ) -> None:
     path = tmp_path / "a.tar"
     whole = tar(None, samples, "w")
     at = whole.index(b"part1/001.jpg")  # the head of a member, where another sample ends
     damaged = whole[:at] + b"?" * 512 + whole[at + 512 :]
-    compress = {"w": bytes, "w:gz": gzip.compress, "w:xz": lzma.compress}[mode]
     path.write_bytes(compress(whole))
     assert sum(build(tmp_path, path).rows_with.values()) == 15
     path.write_bytes(compress(damaged))
