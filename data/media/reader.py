@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ FIELDS_OF = {
     "audio": frozenset({"frames", "clip_lengths"}),
 }
 COLUMNS = (*MEDIA_COLUMNS, "text", "id", *(c for names in SIZE_COLUMNS.values() for c in names))
+_TEXTS = 4096  # whose tokens are kept: each is wanted for its size first, and then for itself
 _DECODED_AHEAD = 4  # samples per thread that are under way or wait to be collected
 
 
@@ -71,7 +73,6 @@ class _File:
 class _Row:
     """A sample as it lies on storage."""
 
-    where: str
     media: Mapping[str, Sequence[_File]]
     text: str | None
     size: ItemSize
@@ -93,7 +94,7 @@ class MediaSamples:
         data = config.data
         self._names = {name: data.columns.get(name, name) for name in COLUMNS}
         self._order = order
-        self._tokenizer = tokenizer
+        self._encode = lru_cache(_TEXTS)(tokenizer.encode)
         self._eos_id = eos_of(tokenizer)
         self._skips = data.on_error == "skip"
         self._image, self._audio = limits_of(config)
@@ -171,26 +172,32 @@ class MediaSamples:
             kinds: of media to decode, None: all. Others have only their sizes, and no content.
         """
         kinds = self._kinds if kinds is None else kinds
-        waiting: deque[Future[Decoded | DataError]] = deque()
+        waiting: deque[tuple[int, Future[Decoded | DataError]]] = deque()
         for sample in samples:
             # Storage is read by this thread alone; only the decoding is spread.
-            waiting.append(self._pool.submit(self._decode, self._row(sample, kinds)))
+            row = self._row(sample, kinds)
+            waiting.append((int(sample.id), self._pool.submit(self._decode, row)))
             if len(waiting) >= _DECODED_AHEAD * self._workers:
-                yield waiting.popleft().result()
+                yield self._collect(*waiting.popleft())
         while waiting:
-            yield waiting.popleft().result()
+            yield self._collect(*waiting.popleft())
+
+    def _collect(self, row: int, decoding: Future[Decoded | DataError]) -> Decoded | DataError:
+        result = decoding.result()
+        if not isinstance(result, DataError):
+            return result
+        told = DataError(f"{self._where(row)}: {result.what}", result.hint)
+        if self._skips:
+            return told
+        raise told from result
 
     def _decode(self, row: _Row) -> Decoded | DataError:
         try:
             if row.text is None or not row.text.strip():
                 raise DataError("the text is missing", "Remove it, or set data.on_error=skip")
-            tokens = self._tokenizer.encode(row.text)
-            return Decoded(self._pictures(row), self._clips(row), tokens)
+            return Decoded(self._pictures(row), self._clips(row), self._encode(row.text))
         except DataError as error:
-            told = DataError(f"{row.where}: {error.what}", error.hint)
-            if self._skips:
-                return told
-            raise told from error
+            return error
 
     def _pictures(self, row: _Row) -> list[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
         size = self._image.patch_size
@@ -214,7 +221,7 @@ class MediaSamples:
         row = int(sample.id)
         assert sample.size is not None
         media = {kind: self._files(row, kind) for kind in kinds}
-        return _Row(self._where(row), media, self._light_value(row, "text"), sample.size)
+        return _Row(media, self._light_value(row, "text"), sample.size)
 
     def _files(self, row: int, kind: str) -> list[_File]:
         value = self._heavy.value(row, self._names[kind]).as_py()
@@ -227,7 +234,7 @@ class MediaSamples:
 
     def _size(self, row: int) -> ItemSize:
         text = self._light_value(row, "text") or ""
-        tokens = opened_text_tokens(len(self._tokenizer.encode(text)))
+        tokens = opened_text_tokens(len(self._encode(text)))
         patches = []
         for width, height in self._sizes(row, "image", image_size):
             rows, columns = patch_rows_columns(width, height, self._image)
