@@ -2,12 +2,9 @@
 
 import io
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -80,31 +77,15 @@ def log_mel(samples: NDArray[np.float32], limits: AudioLimits) -> NDArray[np.flo
     return scaled
 
 
-@contextmanager
-def _opened(data: bytes) -> Iterator[Any]:
+def _opened(data: bytes) -> Any:
     import soundfile
 
     if not data:
         raise DataError("the sound is empty: 0 bytes", _HINT)
-    with _file_of(data) as file:
-        # A file object of Python would be called back for every few bytes.
-        given = file if isinstance(file, io.BytesIO) else file.fileno()
-        try:
-            sound = soundfile.SoundFile(given, closefd=False)
-        except Exception as error:
-            raise _damaged(error) from error
-        with sound:
-            yield sound
-
-
-def _file_of(data: bytes) -> IO[bytes]:
-    """A file in memory with this content, one of the system's where it has such."""
-    if not hasattr(os, "memfd_create"):
-        return io.BytesIO(data)
-    file = os.fdopen(os.memfd_create("sound"), "w+b")
-    file.write(data)
-    file.seek(0)
-    return file
+    try:
+        return soundfile.SoundFile(io.BytesIO(data))
+    except Exception as error:
+        raise _damaged(error) from error
 
 
 def _damaged(error: Exception) -> DataError:
