@@ -6,7 +6,7 @@ microbatch and contributes nothing, so that one damaged file moves no other samp
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -118,20 +118,23 @@ class MediaSamples:
             end = Cursor(epoch=cursor.epoch + 1)
         return Sample({}, str(row), size.num_tokens, size.text_tokens, end, size)
 
-    def load(
-        self, microbatches: Sequence[Sequence[Sample]], wanted: Collection[str] | None = None
+    def join(
+        self,
+        microbatches: Sequence[Sequence[Sample]],
+        decoded: Iterator[Decoded | DataError],
+        wanted: Collection[str] | None = None,
     ) -> tuple[list[MicrobatchInfo], list[Fields]]:
-        """Decode these samples; facts and fields of each microbatch.
+        """Facts and fields of each microbatch.
 
         Args:
             microbatches: samples without fields.
+            decoded: what `decode` makes of them, one after the other.
             wanted: the fields to make, None: all. Facts are the same whichever these are.
 
         Raises:
             DataError: one cannot be read, or under `data.on_error: skip` none at all.
         """
-        flat = [sample for samples in microbatches for sample in samples]
-        decoded = self.decode(flat, self._kinds_for(wanted))
+        count = sum(len(samples) for samples in microbatches)
         infos, fields = [], []
         for samples in microbatches:
             results = [next(decoded) for _ in samples]
@@ -139,9 +142,9 @@ class MediaSamples:
             made = self.collate(good)
             infos.append(_describe(samples, results, made))
             fields.append({k: v for k, v in made.items() if wanted is None or k in wanted})
-        if flat and not any(info.num_samples for info in infos):
+        if count and not any(info.num_samples for info in infos):
             raise DataError(
-                f"none of the {len(flat)} samples of a batch can be read",
+                f"none of the {count} samples of a batch can be read",
                 "Set data.on_error=raise to see why",
             )
         return infos, fields
@@ -163,24 +166,32 @@ class MediaSamples:
         return [kind for kind in self._kinds if not FIELDS_OF[kind].isdisjoint(wanted)]
 
     def decode(
-        self, samples: Sequence[Sample], kinds: Sequence[str] | None = None
+        self, samples: Iterable[Sample], wanted: Collection[str] | None = None
     ) -> Iterator[Decoded | DataError]:
         """What the threads make of the samples, in order, a few ahead of the reader.
 
         Args:
-            samples: without fields.
-            kinds: of media to decode, None: all. Others have only their sizes, and no content.
+            samples: without fields; taken one by one.
+            wanted: fields that will be made. Media of other ones have only their sizes.
         """
-        kinds = self._kinds if kinds is None else kinds
+        kinds = self._kinds_for(wanted)
         waiting: deque[tuple[int, Future[Decoded | DataError]]] = deque()
         for sample in samples:
-            # Storage is read by this thread alone; only the decoding is spread.
-            row = self._row(sample, kinds)
-            waiting.append((int(sample.id), self._pool.submit(self._decode, row)))
+            waiting.append((int(sample.id), self._begin(sample, kinds)))
             if len(waiting) >= _DECODED_AHEAD * self._workers:
                 yield self._collect(*waiting.popleft())
         while waiting:
             yield self._collect(*waiting.popleft())
+
+    def _begin(self, sample: Sample, kinds: Sequence[str]) -> Future[Decoded | DataError]:
+        # Storage is read by this thread alone; only the decoding is spread.
+        try:
+            row = self._row(sample, kinds)
+        except DataError as error:  # told when its turn has come
+            failed: Future[Decoded | DataError] = Future()
+            failed.set_exception(error)
+            return failed
+        return self._pool.submit(self._decode, row)
 
     def _collect(self, row: int, decoding: Future[Decoded | DataError]) -> Decoded | DataError:
         result = decoding.result()
