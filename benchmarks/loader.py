@@ -18,6 +18,7 @@ Every sample is one epoch over a scratch copy with some of the rows, from the re
 row, after an epoch that warms processes and caches up.
 """
 
+import logging
 import os
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,7 @@ class Work:
     """What the peers make of a batch of rows."""
 
     def __init__(self, config: Config) -> None:
-        self.image, self.audio = limits_of(config)
+        self.image, self.audio = limits_of(config.data)
         self.tokenizer = load_tokenizer(config.data.path)
 
     def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,19 +137,23 @@ def ray_ways(file: Path, work: Work) -> dict[str, Epoch]:
     """Ray Data in tasks; it runs on a Ray of its own."""
     import ray
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+    )
     ray.data.DataContext.get_current().enable_progress_bars = False
+
+    function: Any = work  # Ray's types know functions only
 
     def read(blocks: int) -> int:
         rows = ray.data.read_parquet(str(file), override_num_blocks=blocks)
-        made = rows.select_columns(COLUMNS).map_batches(work, batch_size=BATCH_SIZE)
+        made = rows.select_columns(COLUMNS).map_batches(function, batch_size=BATCH_SIZE)
         return sum(
             len(batch["tokens"])
             for batch in made.iter_batches(batch_size=BATCH_SIZE, prefetch_batches=4)
         )
 
     cores = os.cpu_count() or 1
-    return {f"{n} blocks": lambda n=n: read(n) for n in (cores, 4 * cores)}
+    return {f"{n} blocks": partial(read, n) for n in (cores, 4 * cores)}
 
 
 def samples_per_s(epoch: Epoch, num_rows: int) -> float:

@@ -1,16 +1,21 @@
 """The endless stream of batches: a pure function of the configuration and a cursor."""
 
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
+from itertools import chain
 
 import numpy as np
 
 from elastic_trainer.config import Config
 from elastic_trainer.data.dataset import Dataset, check_split
+from elastic_trainer.data.media.collate import Decoded
 from elastic_trainer.data.media.reader import MediaSamples
 from elastic_trainer.data.microbatches import Divider
 from elastic_trainer.data.samples import Fields, Sample
 from elastic_trainer.errors import DataError
 from elastic_trainer.types import BatchInfo, Cursor, MicrobatchInfo
+
+Parts = Sequence[Sequence[Sample]]  # the samples of each microbatch
 
 
 class BatchStream:
@@ -63,31 +68,70 @@ class BatchStream:
         self._num_epochs = num_epochs
         self._fields = fields
         self._update = first_update
-        self.cursor = cursor or Cursor()
+        self.cursor = self._position = cursor or Cursor()
+        self._planned: deque[tuple[Parts, Cursor]] = deque()
+        self._undecoded: deque[Parts] = deque()
+        self._decoded: Iterator[Decoded | DataError] = iter(())
+        self._failure: Exception | None = None
+        if isinstance(self._reader, MediaSamples):
+            self._decoded = self._reader.decode(self._upcoming(), fields)
 
     def __iter__(self) -> Iterator[tuple[BatchInfo, list[Fields]]]:
         return self
 
     def __next__(self) -> tuple[BatchInfo, list[Fields]]:
-        if self._num_epochs is not None and self.cursor.epoch >= self._num_epochs:
+        if not self._planned and self._failure is not None:
+            raise self._failure
+        if not (self._planned or self._plan()):
             raise StopIteration
-        samples = self._take()
-        infos, fields = self._load(self._divider.divide(samples))
-        info = BatchInfo(update=self._update, microbatches=tuple(infos), end=samples[-1].end)
-        self.cursor = info.end
+        parts, end = self._planned.popleft()
+        try:
+            infos, fields = self._load(parts)
+        except Exception as error:
+            self._failure = error  # nothing more is decoded
+            self._planned.clear()
+            raise
+        info = BatchInfo(update=self._update, microbatches=tuple(infos), end=end)
+        self.cursor = end
         self._update += 1
         return info, fields
 
-    def _load(self, parts: Sequence[Sequence[Sample]]) -> tuple[list[MicrobatchInfo], list[Fields]]:
+    def _plan(self) -> bool:
+        """Take and divide the samples of one batch more; False at the end of the data."""
+        if self._num_epochs is not None and self._position.epoch >= self._num_epochs:
+            return False
+        samples = self._take()
+        parts = self._divider.divide(samples)
+        self._position = samples[-1].end
+        self._planned.append((parts, self._position))
+        self._undecoded.append(parts)
+        return True
+
+    def _upcoming(self) -> Iterator[Sample]:
+        """Samples to decode: batches that follow are begun before one is complete, so that no
+        thread waits. What is wrong with them is raised in their turn.
+        """
+        while True:
+            try:
+                if not (self._undecoded or self._plan()):
+                    return
+            except Exception as error:
+                self._failure = error
+                return
+            yield from chain(*self._undecoded.popleft())
+
+    def _load(self, parts: Parts) -> tuple[list[MicrobatchInfo], list[Fields]]:
         """Facts and fields of the microbatches."""
         if isinstance(self._reader, MediaSamples):
-            return self._reader.load(parts, self._fields)
+            return self._reader.join(parts, self._decoded, self._fields)
+        self._undecoded.clear()
         fields = [_stack(part, self._fields) for part in parts]
         return [_describe(part) for part in parts], fields
 
     def _take(self) -> list[Sample]:
-        samples = [self._reader.next(self.cursor)]
-        while len(samples) < self._batch_size and samples[-1].end.epoch == self.cursor.epoch:
+        first = self._position
+        samples = [self._reader.next(first)]
+        while len(samples) < self._batch_size and samples[-1].end.epoch == first.epoch:
             samples.append(self._reader.next(samples[-1].end))
         return samples
 

@@ -142,11 +142,12 @@ def _to_rgb(picture: Any) -> Any:
     if mode.startswith("I"):  # 16 bits per pixel, some of it in 32
         high = np.clip(np.asarray(picture).astype(np.int64), 0, 0xFFFF) >> 8
         picture = Image.fromarray(high.astype(np.uint8))
-    picture = ImageOps.exif_transpose(picture)
+    ImageOps.exif_transpose(picture, in_place=True)
     if mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in picture.info:
         rgba = picture.convert("RGBA")
-        paper = Image.new("RGBA", rgba.size, (*_WHITE, 255))
-        picture = Image.alpha_composite(paper, rgba)
+        # The same as alpha_composite, which would let no other thread work meanwhile.
+        picture = Image.new("RGB", rgba.size, _WHITE)
+        picture.paste(rgba, mask=rgba)
     return picture.convert("RGB")
 
 

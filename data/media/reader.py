@@ -6,9 +6,10 @@ microbatch and contributes nothing, so that one damaged file moves no other samp
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ FIELDS_OF = {
     "image": frozenset({"patches", "patch_grid", "image_lengths"}),
     "audio": frozenset({"frames", "clip_lengths"}),
 }
+_TEXTS = 4096  # whose tokens are kept: each is wanted for its size first, and then for itself
 _DECODED_AHEAD = 4  # samples per thread that are under way or wait to be collected
 
 
@@ -74,7 +76,6 @@ class _File:
 class _Row:
     """A sample as it lies on storage."""
 
-    where: str
     media: Mapping[str, Sequence[_File]]
     text: str | None
     size: ItemSize
@@ -96,7 +97,7 @@ class MediaSamples:
         data = config.data
         self._names = {name: data.columns.get(name, name) for name in COLUMNS}
         self._order = order
-        self._tokenizer = tokenizer
+        self._encode = lru_cache(_TEXTS)(tokenizer.encode)
         self._eos_id = eos_of(tokenizer)
         self._skips = data.on_error == "skip"
         self._max_tokens = data.max_tokens_per_microbatch
@@ -125,20 +126,23 @@ class MediaSamples:
             end = Cursor(epoch=cursor.epoch + 1)
         return Sample({}, str(row), size.num_tokens, size.text_tokens, end, size)
 
-    def load(
-        self, microbatches: Sequence[Sequence[Sample]], wanted: Collection[str] | None = None
+    def join(
+        self,
+        microbatches: Sequence[Sequence[Sample]],
+        decoded: Iterator[Decoded | DataError],
+        wanted: Collection[str] | None = None,
     ) -> tuple[list[MicrobatchInfo], list[Fields]]:
-        """Decode these samples; facts and fields of each microbatch.
+        """Facts and fields of each microbatch.
 
         Args:
             microbatches: samples without fields.
+            decoded: what `decode` makes of them, one after the other.
             wanted: the fields to make, None: all. Facts are the same whichever these are.
 
         Raises:
             DataError: one cannot be read, or under `data.on_error: skip` none at all.
         """
-        flat = [sample for samples in microbatches for sample in samples]
-        decoded = self.decode(flat, self._kinds_for(wanted))
+        count = sum(len(samples) for samples in microbatches)
         infos, fields = [], []
         for samples in microbatches:
             results = [next(decoded) for _ in samples]
@@ -146,9 +150,9 @@ class MediaSamples:
             made = self.collate(good)
             infos.append(_describe(samples, results, made))
             fields.append({k: v for k, v in made.items() if wanted is None or k in wanted})
-        if flat and not any(info.num_samples for info in infos):
+        if count and not any(info.num_samples for info in infos):
             raise DataError(
-                f"none of the {len(flat)} samples of a batch can be read",
+                f"none of the {count} samples of a batch can be read",
                 "Set data.on_error=raise to see why",
             )
         return infos, fields
@@ -170,48 +174,56 @@ class MediaSamples:
         return [kind for kind in self._kinds if not FIELDS_OF[kind].isdisjoint(wanted)]
 
     def decode(
-        self, samples: Sequence[Sample], kinds: Sequence[str] | None = None
+        self, samples: Iterable[Sample], wanted: Collection[str] | None = None
     ) -> Iterator[Decoded | DataError]:
         """What the threads make of the samples, in order, a few ahead of the reader.
 
         Args:
-            samples: without fields.
-            kinds: of media to decode, None: all. Others have only their sizes, and no content.
+            samples: without fields; taken one by one.
+            wanted: fields that will be made. Media of other ones have only their sizes.
         """
-        kinds = self._kinds if kinds is None else kinds
-        waiting: deque[Future[Decoded | DataError]] = deque()
+        kinds = self._kinds_for(wanted)
+        waiting: deque[tuple[int, Future[Decoded | DataError]]] = deque()
         for sample in samples:
-            waiting.append(self._submit(sample, kinds))
+            waiting.append((int(sample.id), self._begin(sample, kinds)))
             if len(waiting) >= _DECODED_AHEAD * self._workers:
-                yield waiting.popleft().result()
+                yield self._collect(*waiting.popleft())
         while waiting:
-            yield waiting.popleft().result()
+            yield self._collect(*waiting.popleft())
 
-    def _submit(self, sample: Sample, kinds: Sequence[str]) -> Future[Decoded | DataError]:
-        """Storage is read by this thread alone; only the decoding is spread."""
-        assert sample.size is not None
-        if sample.size.num_tokens:
-            return self._pool.submit(self._decode, self._row(sample, kinds))
-        row = int(sample.id)  # `next` found it too long, and it is to be told how long
-        error = self._too_long(row, self._size(row))
-        assert error is not None
+    def _begin(self, sample: Sample, kinds: Sequence[str]) -> Future[Decoded | DataError]:
+        # Storage is read by this thread alone; only the decoding is spread.
         known: Future[Decoded | DataError] = Future()
-        known.set_result(error)
+        assert sample.size is not None
+        try:
+            if sample.size.num_tokens:
+                return self._pool.submit(self._decode, self._row(sample, kinds))
+            row = int(sample.id)  # `next` found it too long, and it is to be told how long
+            error = self._too_long(row, self._size(row))
+            assert error is not None
+            known.set_result(error)
+        except DataError as failure:  # told when its turn has come
+            known.set_exception(failure)
         return known
+
+    def _collect(self, row: int, decoding: Future[Decoded | DataError]) -> Decoded | DataError:
+        result = decoding.result()
+        if not isinstance(result, DataError) or isinstance(result, PackingError):
+            return result  # the latter says where, and is none to be raised
+        told = DataError(f"{self._where(row)}: {result.what}", result.hint)
+        if self._skips:
+            return told
+        raise told from result
 
     def _decode(self, row: _Row) -> Decoded | DataError:
         try:
             if row.text is None or not row.text.strip():
                 raise DataError("the text is missing", "Remove it, or set data.on_error=skip")
-            tokens = self._tokenizer.encode(row.text)
-            decoded = Decoded(self._pictures(row), self._clips(row), tokens)
+            decoded = Decoded(self._pictures(row), self._clips(row), self._encode(row.text))
             _check_sizes(decoded, row.size)
             return decoded
         except DataError as error:
-            told = DataError(f"{row.where}: {error.what}", error.hint)
-            if self._skips:
-                return told
-            raise told from error
+            return error
 
     def _too_long(self, row: int, size: ItemSize) -> PackingError | None:
         """What is wrong with a sample that fits into no microbatch."""
@@ -242,7 +254,7 @@ class MediaSamples:
         row = int(sample.id)
         assert sample.size is not None
         media = {kind: self._files(row, kind) for kind in kinds}
-        return _Row(self._where(row), media, self._light_value(row, "text"), sample.size)
+        return _Row(media, self._light_value(row, "text"), sample.size)
 
     def _files(self, row: int, kind: str) -> list[_File]:
         value = self._heavy.value(row, self._names[kind]).as_py()
@@ -254,7 +266,7 @@ class MediaSamples:
 
     def _size(self, row: int) -> ItemSize:
         text = self._light_value(row, "text") or ""
-        tokens = opened_text_tokens(len(self._tokenizer.encode(text)))
+        tokens = opened_text_tokens(len(self._encode(text)))
         patches = []
         for width, height in self._sizes(row, "image", image_size):
             rows, columns = patch_rows_columns(width, height, self._image)

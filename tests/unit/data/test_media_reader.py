@@ -18,9 +18,12 @@ from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
 from elastic_trainer.data.media.collate import INPUT_FIELDS
 from elastic_trainer.data.media.inspect import inspect_dataset
+from elastic_trainer.data.media.reader import MediaSamples
+from elastic_trainer.data.samples import Sample
 from elastic_trainer.data.sources import ParquetSource
 from elastic_trainer.data.tokenizer import Tokenizer
 from elastic_trainer.errors import DataError, PackingError
+from elastic_trainer.types import Cursor
 
 FILE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 SIZES = ("image_width", "image_height", "audio_samples", "audio_rate")
@@ -146,16 +149,64 @@ def test_sizes_are_known_before_anything_is_decoded(
         return value(self, number, column)
 
     monkeypatch.setattr(ParquetSource, "value", noting)
-    stream = BatchStream(settings(dataset), "train", 10)
-    samples = stream._take()
+    stream = BatchStream(settings(dataset, 10, 1), "train", 10)
+    assert stream._plan()
     assert not asked & {"image", "audio"}
-    infos, fields = stream._load([[sample] for sample in samples])
-    for sample, made, info in zip(samples, fields, infos, strict=True):
+    samples = [sample for (sample,) in stream._planned[0][0]]
+    info, fields = next(stream)
+    for sample, made, told in zip(samples, fields, info.microbatches, strict=True):
         assert sample.size is not None
         assert list(sample.size.image_patches) == made["image_lengths"].tolist()
         assert list(sample.size.audio_frames) == made["clip_lengths"].tolist()
-        assert sample.size.num_tokens == sample.num_tokens == info.num_tokens
-        assert sample.num_valid == info.num_valid == sample.size.text_tokens
+        assert sample.size.num_tokens == sample.num_tokens == told.num_tokens
+        assert sample.num_valid == told.num_valid == sample.size.text_tokens
+
+
+def test_the_next_batch_is_begun_before_one_is_complete(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+    begin = MediaSamples._begin
+
+    def noting(self: MediaSamples, sample: Sample, kinds: Sequence[str]) -> Any:
+        begun.append(sample.id)
+        return begin(self, sample, kinds)
+
+    monkeypatch.setattr(MediaSamples, "_begin", noting)
+    stream = BatchStream(settings(dataset), "train", 4, num_epochs=1)
+    first, _ = next(stream)
+    assert stream.cursor == first.end == Cursor(row=4)
+    assert len(begun) == 10, "eight wait, and one is begun for each that is collected"
+    (second, _), (third, _) = stream
+    assert (second.end, third.end) == (Cursor(row=8), Cursor(epoch=1))
+    assert len(begun) == len(set(begun)) == 10
+
+
+def test_what_is_wrong_with_a_batch_is_raised_in_its_turn_and_from_then_on(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    rows = [row(number) for number in range(10)]
+    rows[9]["text"] = ""
+    config = settings(save(tmp_path / "media", rows, tokenizer), shuffle=False)
+    stream = BatchStream(config, "train", 4)
+    assert [next(stream)[0].num_samples for _ in range(2)] == [4, 4]
+    for _ in range(2):
+        with pytest.raises(DataError, match="row 9 of"):
+            next(stream)
+    assert stream.cursor == Cursor(row=8)
+
+
+def test_a_batch_that_cannot_be_packed_lets_those_before_it_pass(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    rows = [{**row(number), "text": "a" * (500 if number == 9 else 1)} for number in range(10)]
+    path = save(tmp_path / "media", rows, tokenizer)
+    config = settings(path, shuffle=False, max_tokens_per_microbatch=400)
+    stream = BatchStream(config, "train", 4)
+    assert [next(stream)[0].num_samples for _ in range(2)] == [4, 4]
+    for _ in range(2):
+        with pytest.raises(PackingError, match="sample 9"):
+            next(stream)
 
 
 def test_without_size_columns_heads_are_read(tmp_path: Path, tokenizer: Tokenizer) -> None:
