@@ -205,7 +205,7 @@ def test_a_batch_that_cannot_be_packed_lets_those_before_it_pass(
     stream = BatchStream(config, "train", 4)
     assert [next(stream)[0].num_samples for _ in range(2)] == [4, 4]
     for _ in range(2):
-        with pytest.raises(PackingError, match="sample 9"):
+        with pytest.raises(PackingError, match="row 9"):
             next(stream)
 
 
