@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,8 @@ FIELDS_OF = {
 }
 COLUMNS = (*MEDIA_COLUMNS, "text", "id", *(c for names in SIZE_COLUMNS.values() for c in names))
 _TEXTS = 4096  # whose tokens are kept: each is wanted for its size first, and then for itself
-_DECODED_AHEAD = 4  # samples per thread that are under way or wait to be collected
+_CHUNK = 8  # samples that a thread decodes at a time: handing over costs time, too
+_CHUNKS_AHEAD = 2  # per thread, under way or waiting to be collected
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,33 +176,46 @@ class MediaSamples:
             samples: without fields; taken one by one.
             wanted: fields that will be made. Media of other ones have only their sizes.
         """
-        kinds = self._kinds_for(wanted)
-        waiting: deque[tuple[int, Future[Decoded | DataError]]] = deque()
-        for sample in samples:
-            waiting.append((int(sample.id), self._begin(sample, kinds)))
-            if len(waiting) >= _DECODED_AHEAD * self._workers:
-                yield self._collect(*waiting.popleft())
+        kinds, rest = self._kinds_for(wanted), iter(samples)
+        waiting: deque[tuple[list[Sample], Future[list[Decoded | DataError]]]] = deque()
+        failure: DataError | None = None
+        while failure is None and (chunk := list(islice(rest, _CHUNK))):
+            # Storage is read by this thread alone; only the decoding is spread.
+            rows, failure = self._rows(chunk, kinds)
+            waiting.append((chunk, self._pool.submit(self._decode_all, rows)))
+            if len(waiting) >= _CHUNKS_AHEAD * self._workers:
+                yield from self._collect(*waiting.popleft())
         while waiting:
-            yield self._collect(*waiting.popleft())
+            yield from self._collect(*waiting.popleft())
+        if failure is not None:  # in its turn
+            raise failure
 
-    def _begin(self, sample: Sample, kinds: Sequence[str]) -> Future[Decoded | DataError]:
-        # Storage is read by this thread alone; only the decoding is spread.
+    def _rows(
+        self, samples: Sequence[Sample], kinds: Sequence[str]
+    ) -> tuple[list[_Row], DataError | None]:
+        """The rows of these samples, up to one that storage does not give."""
+        rows: list[_Row] = []
         try:
-            row = self._row(sample, kinds)
-        except DataError as error:  # told when its turn has come
-            failed: Future[Decoded | DataError] = Future()
-            failed.set_exception(error)
-            return failed
-        return self._pool.submit(self._decode, row)
+            for sample in samples:
+                rows.append(self._row(sample, kinds))
+        except DataError as error:
+            return rows, error
+        return rows, None
 
-    def _collect(self, row: int, decoding: Future[Decoded | DataError]) -> Decoded | DataError:
-        result = decoding.result()
-        if not isinstance(result, DataError):
-            return result
-        told = DataError(f"{self._where(row)}: {result.what}", result.hint)
-        if self._skips:
-            return told
-        raise told from result
+    def _collect(
+        self, samples: Sequence[Sample], decoding: Future[list[Decoded | DataError]]
+    ) -> Iterator[Decoded | DataError]:
+        for sample, result in zip(samples, decoding.result(), strict=False):
+            if not isinstance(result, DataError):
+                yield result
+                continue
+            told = DataError(f"{self._where(int(sample.id))}: {result.what}", result.hint)
+            if not self._skips:
+                raise told from result
+            yield told
+
+    def _decode_all(self, rows: Sequence[_Row]) -> list[Decoded | DataError]:
+        return [self._decode(row) for row in rows]
 
     def _decode(self, row: _Row) -> Decoded | DataError:
         try:
