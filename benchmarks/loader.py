@@ -18,14 +18,16 @@ Every sample is one epoch over a scratch copy with some of the rows, from the re
 row, after an epoch that warms processes and caches up.
 """
 
+import logging
 import os
 import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +57,7 @@ class Work:
         self.image, self.audio = limits_of(config)
         self.tokenizer = load_tokenizer(config.data.path)
 
-    def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, rows: Any) -> dict[str, Any]:
         pictures = [decode_image(file["bytes"], self.image) for file in rows["image"]]
         sounds = [decode_audio(file["bytes"], self.audio) for file in rows["audio"]]
         return {
@@ -135,7 +137,9 @@ def ray_ways(file: Path, work: Work) -> dict[str, Epoch]:
     """Ray Data in tasks; it runs on a Ray of its own."""
     import ray
 
-    ray.init(address="local", include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(
+        address="local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR
+    )
     ray.data.DataContext.get_current().enable_progress_bars = False
 
     def read(blocks: int) -> int:
@@ -147,7 +151,7 @@ def ray_ways(file: Path, work: Work) -> dict[str, Epoch]:
         )
 
     cores = os.cpu_count() or 1
-    return {f"{n} blocks": lambda n=n: read(n) for n in (cores, 4 * cores)}
+    return {f"{n} blocks": partial(read, n) for n in (cores, 4 * cores)}
 
 
 def samples_per_s(epoch: Epoch, num_rows: int) -> float:
