@@ -72,6 +72,7 @@ def captions_step_s(packing: str, dataset: Path) -> float:
         f"data.path={dataset.absolute()}",
         f"data.packing={packing}",
         f"train.max_steps={CAPTIONS_STEPS}",
+        "train.eval_steps=0",
     )
     return mean_step_s(run, CAPTIONS_WARMUP)
 

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -57,7 +57,7 @@ class Work:
         self.image, self.audio = limits_of(config.data)
         self.tokenizer = load_tokenizer(config.data.path)
 
-    def __call__(self, rows: Mapping[str, Any]) -> dict[str, Any]:
+    def __call__(self, rows: Any) -> dict[str, Any]:
         pictures = [decode_image(file["bytes"], self.image) for file in rows["image"]]
         sounds = [decode_audio(file["bytes"], self.audio) for file in rows["audio"]]
         return {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,8 @@ FIELDS_OF = {
     "audio": frozenset({"frames", "clip_lengths"}),
 }
 _TEXTS = 4096  # whose tokens are kept: each is wanted for its size first, and then for itself
-_DECODED_AHEAD = 4  # samples per thread that are under way or wait to be collected
+_CHUNK = 8  # samples that a thread decodes at a time: handing over costs time, too
+_CHUNKS_AHEAD = 2  # per thread, under way or waiting to be collected
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,38 +184,54 @@ class MediaSamples:
             samples: without fields; taken one by one.
             wanted: fields that will be made. Media of other ones have only their sizes.
         """
-        kinds = self._kinds_for(wanted)
-        waiting: deque[tuple[int, Future[Decoded | DataError]]] = deque()
-        for sample in samples:
-            waiting.append((int(sample.id), self._begin(sample, kinds)))
-            if len(waiting) >= _DECODED_AHEAD * self._workers:
-                yield self._collect(*waiting.popleft())
+        kinds, rest = self._kinds_for(wanted), iter(samples)
+        waiting: deque[tuple[list[Sample], Future[list[Decoded | DataError]]]] = deque()
+        failure: DataError | None = None
+        while failure is None and (chunk := list(islice(rest, _CHUNK))):
+            # Storage is read by this thread alone; only the decoding is spread.
+            rows, failure = self._rows(chunk, kinds)
+            waiting.append((chunk, self._pool.submit(self._decode_all, rows)))
+            if len(waiting) >= _CHUNKS_AHEAD * self._workers:
+                yield from self._collect(*waiting.popleft())
         while waiting:
-            yield self._collect(*waiting.popleft())
+            yield from self._collect(*waiting.popleft())
+        if failure is not None:  # in its turn
+            raise failure
 
-    def _begin(self, sample: Sample, kinds: Sequence[str]) -> Future[Decoded | DataError]:
-        # Storage is read by this thread alone; only the decoding is spread.
-        known: Future[Decoded | DataError] = Future()
-        assert sample.size is not None
+    def _rows(
+        self, samples: Sequence[Sample], kinds: Sequence[str]
+    ) -> tuple[list[_Row | PackingError], DataError | None]:
+        """The rows of these samples, or that they are too long, up to one that storage does not
+        give."""
+        rows: list[_Row | PackingError] = []
         try:
-            if sample.size.num_tokens:
-                return self._pool.submit(self._decode, self._row(sample, kinds))
-            row = int(sample.id)  # `next` found it too long, and it is to be told how long
-            error = self._too_long(row, self._size(row))
-            assert error is not None
-            known.set_result(error)
-        except DataError as failure:  # told when its turn has come
-            known.set_exception(failure)
-        return known
+            for sample in samples:
+                assert sample.size is not None
+                if sample.size.num_tokens:
+                    rows.append(self._row(sample, kinds))
+                    continue
+                row = int(sample.id)  # `next` found it too long, and it is to be told how long
+                too_long = self._too_long(row, self._size(row))
+                assert too_long is not None
+                rows.append(too_long)
+        except DataError as error:
+            return rows, error
+        return rows, None
 
-    def _collect(self, row: int, decoding: Future[Decoded | DataError]) -> Decoded | DataError:
-        result = decoding.result()
-        if not isinstance(result, DataError) or isinstance(result, PackingError):
-            return result  # the latter says where, and is none to be raised
-        told = DataError(f"{self._where(row)}: {result.what}", result.hint)
-        if self._skips:
-            return told
-        raise told from result
+    def _collect(
+        self, samples: Sequence[Sample], decoding: Future[list[Decoded | DataError]]
+    ) -> Iterator[Decoded | DataError]:
+        for sample, result in zip(samples, decoding.result(), strict=False):
+            if not isinstance(result, DataError) or isinstance(result, PackingError):
+                yield result  # the latter says where, and is none to be raised
+                continue
+            told = DataError(f"{self._where(int(sample.id))}: {result.what}", result.hint)
+            if not self._skips:
+                raise told from result
+            yield told
+
+    def _decode_all(self, rows: Sequence[_Row | PackingError]) -> list[Decoded | DataError]:
+        return [self._decode(row) if isinstance(row, _Row) else row for row in rows]
 
     def _decode(self, row: _Row) -> Decoded | DataError:
         try:

@@ -166,17 +166,17 @@ def test_the_next_batch_is_begun_before_one_is_complete(
     dataset: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
-    begin = MediaSamples._begin
+    read = MediaSamples._row
 
     def noting(self: MediaSamples, sample: Sample, kinds: Sequence[str]) -> Any:
         begun.append(sample.id)
-        return begin(self, sample, kinds)
+        return read(self, sample, kinds)
 
-    monkeypatch.setattr(MediaSamples, "_begin", noting)
+    monkeypatch.setattr(MediaSamples, "_row", noting)
     stream = BatchStream(settings(dataset), "train", 4, num_epochs=1)
     first, _ = next(stream)
     assert stream.cursor == first.end == Cursor(row=4)
-    assert len(begun) == 10, "eight wait, and one is begun for each that is collected"
+    assert len(begun) == 10, "so few are all begun at once"
     (second, _), (third, _) = stream
     assert (second.end, third.end) == (Cursor(row=8), Cursor(epoch=1))
     assert len(begun) == len(set(begun)) == 10
