@@ -94,6 +94,7 @@ def foreign(tmp_path: Path) -> Iterator[Foreign]:
     options = [f"--temp-dir={folder}", f"--port={port}", "--node-ip-address=127.0.0.1"]
     options += ["--num-cpus=4", "--include-dashboard=false", "--object-store-memory=200000000"]
     options += [f"--ray-client-server-port={free_port()}"]
+    options += [f"--dashboard-agent-listen-port={free_port()}"]
     with (folder / "start.log").open("wb") as log:
         process = subprocess.Popen(
             [str(python), "-m", "ray.scripts.scripts", "start", "--head", "--block", *options],
