@@ -230,7 +230,7 @@ def nodes_of(num_cpus: float) -> set[str]:
     return {n["NodeID"] for n in nodes if n["Alive"] and n["Resources"].get("CPU") == num_cpus}
 
 
-@pytest.mark.parametrize("by", ["request", "ray"])
+@pytest.mark.parametrize("by", [pytest.param("request", marks=pytest.mark.soak), "ray"])
 def test_a_drained_node_is_left(
     cluster: Cluster, second_node: str, tmp_path: Path, by: str
 ) -> None:

@@ -273,7 +273,9 @@ def fill(file: Path) -> None:
                 continue
 
 
-@pytest.mark.parametrize("layout", ["checkpoints", "everything"])
+@pytest.mark.parametrize(
+    "layout", ["checkpoints", pytest.param("everything", marks=pytest.mark.soak)]
+)
 def test_a_full_disk(cluster: Cluster, tmp_path: Path, small_disk: Path, layout: str) -> None:
     """Training goes on without a checkpoint, says so, and saves once there is room again."""
     run_dir = (tmp_path if layout == "checkpoints" else small_disk) / "run"

@@ -97,6 +97,7 @@ def check_named(run_dir: Path, loss: Mapping[str, Any], worker: str, stage: int)
     assert f'worker="{worker}"' in named and f'reason="{loss["cause"]}"' in named
 
 
+@pytest.mark.soak
 def test_a_worker_that_hangs_and_one_that_is_stopped(
     run_dir: Path, cli_env: dict[str, str]
 ) -> None:

@@ -90,6 +90,7 @@ def train(cluster: Cluster, run_dir: Path, config: dict[str, Any]) -> RunResult:
     return fit(config, address=cluster.address, run_dir=run_dir, display=False)
 
 
+@pytest.mark.soak
 def test_a_layer_that_hangs_on_the_only_stage(
     ray_cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -131,6 +131,7 @@ def resumed_from(log: str) -> list[int]:
     return [int(number) for number in re.findall(r"resuming from update (\d+)", log)]
 
 
+@pytest.mark.soak
 def test_killed_twice_while_saving(
     ray_address: str, cli_env: dict[str, str], tmp_path: Path
 ) -> None:

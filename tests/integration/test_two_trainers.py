@@ -74,7 +74,7 @@ class Trainers:
             process.communicate(timeout=LIMIT_S)
 
 
-@pytest.fixture(params=["cluster", "local"])
+@pytest.fixture(params=["cluster", pytest.param("local", marks=pytest.mark.soak)])
 def trainers(
     request: pytest.FixtureRequest, tmp_path: Path, cluster: Cluster, local_env: dict[str, str]
 ) -> Iterator[Trainers]:
