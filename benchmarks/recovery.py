@@ -84,7 +84,7 @@ def pauses(folder: Path, _repeat: int) -> Samples:
     samples: Samples = {}
     with LiveRun(folder, gpt(), "4") as run:
         run.ready(NUM_STAGES)
-        for name, workers in (("leave_pause_s", "3"), ("join_pause_s", "3:4")):
+        for name, workers in (("leave_pause_s", "3"), ("join_pause_s", "4")):
             samples[name] = [pause(run, workers)]
         run.log_changes()
     return samples
