@@ -9,6 +9,7 @@ planning and a step.
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -190,6 +191,8 @@ def measure(names: list[str], repeats: int, failed: list[str]) -> Samples:
 
 
 def main() -> None:
+    # So that a run is ended with the benchmark, whose next figures it would spoil otherwise.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = arguments(__doc__ or "", names=list(PARTS_OF))
     failed: list[str] = []
     samples = measure(options.only, options.repeats, failed)
