@@ -2,8 +2,8 @@
 
 `ray.init` starts an autoscaler, a dashboard (a small one even if it is told to leave it out), a log
 monitor and a full agent on each node, all of which load Ray's libraries before the first worker may
-start: five seconds of a core that the user waits for. Ray has no options for it, so methods of its
-node are replaced while it starts. A Ray that has no such methods starts as it likes.
+start, while the user waits. Ray has no options for it, so methods of its node are replaced while it
+starts. A Ray that has no such methods starts as it likes.
 """
 
 import contextlib
