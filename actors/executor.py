@@ -159,19 +159,24 @@ class Executor:
             return
         loader, first = next(iter(self._crew.loaders.handles.values())), instruction.workers[0]
 
-        def profiled(key: str, profile: Profile) -> None:
-            store_profile(key, profile)
+        def profiled(sample: Any, profile: Profile) -> None:
+            self._orders.costing.profiled(profile, sample)
             self._plan_with(profile, instruction)
+
+        def measured(key: str, sample: Any, profile: Profile) -> None:
+            store_profile(key, profile)
+            profiled(sample, profile)
 
         def sampled(sample: Any) -> None:
             if first not in self._crew.descriptions:
                 return  # lost meanwhile: another plan is asked for
             key = profile_key(self._config, self._crew.descriptions[first], sample)
             if (known := load_profile(key)) is not None:
-                self._plan_with(known, instruction)
+                profiled(sample, known)
                 return
             call = self._crew.stages[first].profile(sample)
-            self._calls.when(call, partial(profiled, key), limit_s=self._vigil.start_limit_s)
+            then = partial(measured, key, sample)
+            self._calls.when(call, then, limit_s=self._vigil.start_limit_s)
 
         self._calls.when(loader.sample(), sampled, limit_s=self._vigil.start_limit_s)
 
@@ -231,6 +236,7 @@ class Executor:
         self.plan = plan
         fed = feeding(plan, {w: self._crew.descriptions[w] for w in holders}, loaders)
         self._orders.begin(plan, Schedules(self._config, plan, first["ties"]), fed)
+        rates = self._orders.costing.begin(plan)
         self._vigil.planned(plan)
         positions, newest = self._saving.positions, self._orders.newest
         self.replayed = max(0, newest - update), positions.samples_between(update, newest)
@@ -258,7 +264,9 @@ class Executor:
         for worker, loader in self._crew.loaders.handles.items():
             receivers = {w: self._crew.descriptions[w] for w in fed.receivers(worker)}
             cursor = positions.at(update)
-            served = loader.configure(generation, receivers, fed.routes[worker], cursor)
+            served = loader.configure(
+                generation, receivers, fed.routes[worker], cursor, update + 1, rates
+            )
             self._configuring(served, gathering, worker)
 
     def _configuring(self, call: Any, gathering: _Gathering, worker: WorkerId) -> None:

@@ -21,6 +21,7 @@ from elastic_trainer.actors.watch import Mark
 from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.config import Config
 from elastic_trainer.errors import RunError
+from elastic_trainer.planner.sample_costs import Rates
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.types import (
     BatchInfo,
@@ -216,17 +217,19 @@ class LoaderHandle:
         peers: Mapping[WorkerId, Address],
         routes: Mapping[str, Sequence[WorkerId]],
         cursor: Cursor,
+        first_update: int,
+        rates: Rates | None = None,
     ) -> Pending[None]:
-        return self._call("configure", generation, peers, routes, cursor)
+        return self._call("configure", generation, peers, routes, cursor, first_update, rates)
 
     def abort(self, generation: int, reason: str) -> Pending[None]:
         """End what it does for `generation` or an older one at once."""
         return self._call("abort", generation, reason, group="control")
 
     def prepare(
-        self, generation: int, first_update: int, num_updates: int
+        self, generation: int, first_update: int, num_updates: int, rates: Rates | None = None
     ) -> Pending[list[BatchInfo]]:
-        return self._call("prepare", generation, first_update, num_updates)
+        return self._call("prepare", generation, first_update, num_updates, rates)
 
     def prepare_eval(self, generation: int, first_key: int) -> Pending[list[BatchInfo]]:
         return self._call("prepare_eval", generation, first_key)

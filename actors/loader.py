@@ -1,9 +1,10 @@
 """A loader: tokenises, packs and decodes ahead of need, and sends batches to the stages.
 
 A plain class; `handles.py` makes it an actor. Its only state is the position in the data, which the
-coordinator commits; what it sends is a pure function of that position. Several loaders read the
-same batches, and each makes and sends only what the stages that it feeds need of them. Its process
-loads no torch: fields are arrays until they are at a stage.
+coordinator commits; what it sends is a pure function of that position and, where packing follows
+the stages, of the rates that it is told. Several loaders read the same batches, and each makes and
+sends only what the stages that it feeds need of them. Its process loads no torch: fields are arrays
+until they are at a stage.
 """
 
 import os
@@ -22,8 +23,10 @@ from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
 from elastic_trainer.data.prefetch import Prefetcher
+from elastic_trainer.data.rates import RateTable, effective_from
 from elastic_trainer.data.window import Batch, Fields, Window
 from elastic_trainer.errors import DataError
+from elastic_trainer.planner.sample_costs import Rates
 from elastic_trainer.schedule.build import is_asynchronous
 from elastic_trainer.transport.channel import Arrays, Tag
 from elastic_trainer.types import BatchInfo, Cursor, WorkerId
@@ -50,6 +53,7 @@ class Loader:
         self._fields: frozenset[str] = frozenset()  # that are made ahead
         self._ahead: Prefetcher[Batch] | None = None
         self._window: Window | None = None
+        self._rates: RateTable | None = None
         self._eval_cache: list[Batch] | None = None
         self._mark = Mark((0, 0), "its start")
 
@@ -80,9 +84,14 @@ class Loader:
         peers: Mapping[WorkerId, Any],
         routes: Mapping[str, Sequence[WorkerId]],
         cursor: Cursor,
+        first_update: int,
+        rates: Rates | None = None,
     ) -> None:
-        """Serve these peers from `cursor` on; `routes` says which field goes to whom. Without any
-        the loader is idle.
+        """Serve these peers from `cursor` on, where the batch of `first_update` begins.
+
+        Args:
+            routes: which field goes to whom. Without any the loader is idle.
+            rates: of the stages, if packing follows them.
         """
         self._at("configuring")
         self._fence.enter(generation, lambda: self._begin(generation))
@@ -90,18 +99,21 @@ class Loader:
         self._routes = routes
         before, self._fields = self._fields, frozenset(routes)
         ahead = self._ahead
-        if ahead is not None and not ahead.failed and self._window is not None:
-            if self._fields == before and self._window.seek(cursor):
+        # What was packed by other rates is no use: all loaders of a generation begin alike.
+        keeps = self.config.data.cost == "frozen" and self._fields == before
+        if keeps and ahead is not None and not ahead.failed and self._window is not None:
+            if self._window.seek(cursor):
                 return
         if ahead is not None:
             ahead.close(wait_s=0)  # the storage may hang: nobody waits for it here
         if self._fields != before:
             self._eval_cache = None
         self._ahead = self._window = None
+        self._rates = None if rates is None else RateTable(rates)
         if not routes:
             return
         self._ahead = Prefetcher(
-            self._open(cursor, self._fields),
+            self._open(cursor, self._fields, first_update, self._rates),
             self.config.data.prefetch_updates,
             self.config.elastic.stall_limit_s,
         )
@@ -111,9 +123,21 @@ class Loader:
         """End what goes on for `generation` or an older one at once."""
         self._fence.end(generation, reason, self._interrupt)
 
-    def prepare(self, generation: int, first_update: int, num_updates: int) -> list[BatchInfo]:
-        """Send the next batches to the stages; fewer than asked when the last epoch ends."""
+    def prepare(
+        self, generation: int, first_update: int, num_updates: int, rates: Rates | None = None
+    ) -> list[BatchInfo]:
+        """Send the next batches to the stages; fewer than asked when the last epoch ends.
+
+        Args:
+            rates: new ones, which count from the first update on whose batch is yet to be made by
+                every loader, however far ahead it is.
+        """
         assert self._window is not None, "configure comes first"
+        self._fence.check(generation)
+        if rates is not None:
+            assert self._rates is not None, "packing follows the stages from the beginning"
+            ahead = self.config.data.prefetch_updates
+            self._rates.announce(effective_from(first_update, ahead), rates)
         infos: list[BatchInfo] = []
         for update in range(first_update, first_update + num_updates):
             self._fence.check(generation)
@@ -156,14 +180,22 @@ class Loader:
     def _at(self, place: str) -> None:
         self._mark = Mark((self._mark.at[0] + 1, 0), place)
 
-    def _open(self, cursor: Cursor, fields: Collection[str] | None) -> Iterator[Batch]:
+    def _open(
+        self,
+        cursor: Cursor,
+        fields: Collection[str] | None,
+        first_update: int = 1,
+        rates: RateTable | None = None,
+    ) -> Iterator[Batch]:
         return BatchStream(
             self.config,
             "train",
             update_batch_size(self.config),
             cursor,
+            first_update=first_update,
             num_epochs=self.config.train.num_epochs,
             fields=fields,
+            rates=rates,
         )
 
     def _eval_batches(self, generation: int) -> Iterator[Batch]:
@@ -200,4 +232,4 @@ def _field(fields: Fields, name: str) -> Any:
 
 
 def _numbered(info: BatchInfo, update: int) -> BatchInfo:
-    return BatchInfo(update=update, microbatches=info.microbatches, end=info.end)
+    return replace(info, update=update)

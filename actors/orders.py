@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from elastic_trainer.actors.calls import Calls
+from elastic_trainer.actors.costing import SampleCosting
 from elastic_trainer.actors.dispatch import Dispatch, Order
 from elastic_trainer.actors.handles import LoaderHandle
 from elastic_trainer.actors.loaders import Feeding, agreed
@@ -50,6 +51,7 @@ class Orders:
         start_update: int,
     ) -> None:
         self.snapshots = Snapshots(report)
+        self.costing = SampleCosting(config, recorder.event)
         self.num_segments = 0
         self.newest = start_update  # the last update that stages were given to train
         self._config = config
@@ -107,8 +109,9 @@ class Orders:
             self._saving.positions.note(batches, snapshot=order.snapshot)
 
         count = last - first + 1
+        rates = self.costing.news(first)  # the same for all loaders
         self._prepare(
-            order, lambda loader: loader.prepare(order.generation, first, count), prepared
+            order, lambda loader: loader.prepare(order.generation, first, count, rates), prepared
         )
 
     def evaluation(self, instruction: do.Evaluate) -> None:
@@ -211,6 +214,7 @@ class Orders:
             self._evaluated(order, reports)
             return
         self._recorder.segment(segment, reports, plan)
+        self.costing.observe(segment.batches, reports)
         self._report(ev.SegmentDone(generation=order.generation, last_update=order.update))
         self.snapshots.reported(segment, reports)
 

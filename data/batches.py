@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from itertools import chain
 
 import numpy as np
 
@@ -11,11 +10,10 @@ from elastic_trainer.data.dataset import Dataset, check_split
 from elastic_trainer.data.media.collate import Decoded
 from elastic_trainer.data.media.reader import MediaSamples
 from elastic_trainer.data.microbatches import Divider
+from elastic_trainer.data.rates import RateTable
 from elastic_trainer.data.samples import Fields, Sample
 from elastic_trainer.errors import DataError
 from elastic_trainer.types import BatchInfo, Cursor, MicrobatchInfo
-
-Parts = Sequence[Sequence[Sample]]  # the samples of each microbatch
 
 
 class BatchStream:
@@ -26,8 +24,8 @@ class BatchStream:
     fewer samples, so fewer microbatches and a smaller last one. Every row (packed text: every
     token) comes exactly once per epoch. A stream opened at a batch's `end` yields the batches that
     would have followed it; so does one with another batch size, cut differently. Samples that have
-    sizes are packed into microbatches by what they cost (`Divider`); which ones a batch holds does
-    not depend on that.
+    sizes are packed into microbatches by what they cost (`Divider`), when the batch is made; which
+    ones it holds does not depend on that.
 
     Held-out data comes in one fixed order, whatever the seed and the epoch.
     """
@@ -42,6 +40,7 @@ class BatchStream:
         first_update: int = 1,
         num_epochs: int | None = None,
         fields: Collection[str] | None = None,
+        rates: RateTable | None = None,
     ) -> None:
         """Open the dataset.
 
@@ -54,6 +53,7 @@ class BatchStream:
             num_epochs: stop at the end of this many epochs, counted from epoch 0; None: never.
             fields: make only these, all by default; which samples a batch holds and what is said of
                 it does not depend on that.
+            rates: of the stages, by update, if packing is to follow them.
         """
         check_split(split)
         if batch_size < 1 or config.pipeline.microbatch_size < 1:
@@ -67,10 +67,11 @@ class BatchStream:
         self._divider = Divider(config)
         self._num_epochs = num_epochs
         self._fields = fields
+        self._rates = rates
         self._update = first_update
         self.cursor = self._position = cursor or Cursor()
-        self._planned: deque[tuple[Parts, Cursor]] = deque()
-        self._undecoded: deque[Parts] = deque()
+        self._planned: deque[list[Sample]] = deque()
+        self._undecoded: deque[list[Sample]] = deque()
         self._decoded: Iterator[Decoded | DataError] = iter(())
         self._failure: Exception | None = None
         if isinstance(self._reader, MediaSamples):
@@ -84,27 +85,31 @@ class BatchStream:
             raise self._failure
         if not (self._planned or self._plan()):
             raise StopIteration
-        parts, end = self._planned.popleft()
+        samples = self._planned.popleft()
         try:
-            infos, fields = self._load(parts)
+            rates = None if self._rates is None else self._rates.at(self._update)
+            division = self._divider.divide(samples, rates)
+            infos, fields = self._load(samples, division.microbatches)
         except Exception as error:
             self._failure = error  # nothing more is decoded
             self._planned.clear()
             raise
-        info = BatchInfo(update=self._update, microbatches=tuple(infos), end=end)
+        end = samples[-1].end
+        info = BatchInfo(
+            update=self._update, microbatches=tuple(infos), end=end, costs=division.costs
+        )
         self.cursor = end
         self._update += 1
         return info, fields
 
     def _plan(self) -> bool:
-        """Take and divide the samples of one batch more; False at the end of the data."""
+        """Take the samples of one batch more; False at the end of the data."""
         if self._num_epochs is not None and self._position.epoch >= self._num_epochs:
             return False
         samples = self._take()
-        parts = self._divider.divide(samples)
         self._position = samples[-1].end
-        self._planned.append((parts, self._position))
-        self._undecoded.append(parts)
+        self._planned.append(samples)
+        self._undecoded.append(samples)
         return True
 
     def _upcoming(self) -> Iterator[Sample]:
@@ -118,13 +123,16 @@ class BatchStream:
             except Exception as error:
                 self._failure = error
                 return
-            yield from chain(*self._undecoded.popleft())
+            yield from self._undecoded.popleft()
 
-    def _load(self, parts: Parts) -> tuple[list[MicrobatchInfo], list[Fields]]:
-        """Facts and fields of the microbatches."""
+    def _load(
+        self, samples: Sequence[Sample], microbatches: Sequence[Sequence[int]]
+    ) -> tuple[list[MicrobatchInfo], list[Fields]]:
+        """Facts and fields of the microbatches, which are places of samples."""
         if isinstance(self._reader, MediaSamples):
-            return self._reader.join(parts, self._decoded, self._fields)
+            return self._reader.join(samples, microbatches, self._decoded, self._fields)
         self._undecoded.clear()
+        parts = [[samples[place] for place in places] for places in microbatches]
         fields = [_stack(part, self._fields) for part in parts]
         return [_describe(part) for part in parts], fields
 

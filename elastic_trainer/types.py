@@ -148,11 +148,16 @@ class MicrobatchInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchInfo:
-    """Facts of the batch of one update; `end` is the loader's position behind it."""
+    """Facts of the batch of one update; `end` is the loader's position behind it.
+
+    `costs` are the seconds that all its samples together should take each group of the cost model,
+    as predicted from their sizes alone; empty where samples have none.
+    """
 
     update: int
     microbatches: tuple[MicrobatchInfo, ...]
     end: Cursor
+    costs: tuple[float, ...] = ()
 
     @property
     def num_valid(self) -> int:

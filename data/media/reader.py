@@ -130,31 +130,33 @@ class MediaSamples:
 
     def join(
         self,
-        microbatches: Sequence[Sequence[Sample]],
+        samples: Sequence[Sample],
+        microbatches: Sequence[Sequence[int]],
         decoded: Iterator[Decoded | DataError],
         wanted: Collection[str] | None = None,
     ) -> tuple[list[MicrobatchInfo], list[Fields]]:
         """Facts and fields of each microbatch.
 
         Args:
-            microbatches: samples without fields.
+            samples: of a batch, without fields.
+            microbatches: places of samples.
             decoded: what `decode` makes of them, one after the other.
             wanted: the fields to make, None: all. Facts are the same whichever these are.
 
         Raises:
             DataError: one cannot be read, or under `data.on_error: skip` none at all.
         """
-        count = sum(len(samples) for samples in microbatches)
+        waiting = {place: next(decoded) for place in range(len(samples))}
         infos, fields = [], []
-        for samples in microbatches:
-            results = [next(decoded) for _ in samples]
-            good = [result for result in results if isinstance(result, Decoded)]
-            made = self.collate(good)
-            infos.append(_describe(samples, results, made))
+        for places in microbatches:
+            # What is put together need not be held twice.
+            results = [waiting.pop(place) for place in places]
+            made = self.collate([result for result in results if isinstance(result, Decoded)])
+            infos.append(_describe([samples[place] for place in places], results, made))
             fields.append({k: v for k, v in made.items() if wanted is None or k in wanted})
-        if count and not any(info.num_samples for info in infos):
+        if samples and not any(info.num_samples for info in infos):
             raise DataError(
-                f"none of the {count} samples of a batch can be read",
+                f"none of the {len(samples)} samples of a batch can be read",
                 "Set data.on_error=raise to see why",
             )
         return infos, fields

@@ -15,6 +15,7 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 DATA_FORMATS = ("text", "tokens", "columns", "media", "synthetic")
 ON_ERROR = ("raise", "skip")
 PACKING = ("order", "greedy", "exact")
+COST = ("frozen", "adaptive")
 CHANNELS = ("zmq", "torch")
 ENCRYPTION = ("on", "off")
 REDUCTIONS = ("sum", "mean")
@@ -109,6 +110,12 @@ class DataConfig:
         "How samples of unequal sizes (format media) share microbatches: greedy (balanced by "
         "predicted cost, longest first), exact (the same, solved where that is not too much work) "
         "or order (as they come). Which samples a batch holds does not depend on it.",
+    )
+    cost: str = _doc(
+        "frozen",
+        "What packing takes a sample to cost: what is predicted from its size (frozen: packing is "
+        "a function of the data alone), or that, corrected by what the stages are seen to take "
+        "(adaptive: it follows them, so a run's gradients are the same up to rounding only).",
     )
     max_tokens_per_microbatch: int = _doc(
         0,

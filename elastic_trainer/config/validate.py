@@ -4,6 +4,7 @@ from typing import Any
 
 from elastic_trainer.config.schema import (
     CHANNELS,
+    COST,
     DATA_FORMATS,
     ENCRYPTION,
     LR_SCHEDULES,
@@ -26,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.format": DATA_FORMATS,
     "data.on_error": ON_ERROR,
     "data.packing": PACKING,
+    "data.cost": COST,
     "train.precision": PRECISIONS,
     "optim.name": OPTIMIZERS,
     "optim.lr_schedule": LR_SCHEDULES,

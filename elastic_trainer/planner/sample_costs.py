@@ -3,13 +3,13 @@
 Vocabulary: a *group* is a part of the model that stands in a row in the pipeline and whose cost
 grows with one size of a sample: the vision encoder with patches, the audio encoder with tokens of
 sound, the language model with all tokens, its head with those of the text. A *share* is the part
-of a group that one stage holds.
+of a group that one stage holds; a *rate* is what a stage takes per predicted second of a group: its
+share, times how slow the group has proved to be.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from elastic_trainer.planner.sizes import ItemSize, audio_tokens
 
 Costs = NDArray[np.float64]
-Shares = tuple[tuple[float, ...], ...]
+Shares = tuple[tuple[float, ...], ...]  # by stage and group
+Rates = tuple[tuple[float, ...], ...]  # by stage and group
 
 GROUPS = ("vision", "audio", "language", "head")  # in the order in which they are passed
 
@@ -36,29 +37,15 @@ def lengths(group: str, size: ItemSize) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class GroupCost:
-    """Seconds of a group, forward and backward: per sequence of length n, c + l n + q n n."""
+    """Seconds of a group, forward and backward: per sequence of length n, l n + q n n."""
 
     group: str
-    constant_s: float = 0.0
     linear_s: float = 0.0
     quadratic_s: float = 0.0
 
     def seconds(self, lengths: Sequence[int]) -> float:
         """Cost of sequences of these lengths."""
-        return (
-            self.constant_s * len(lengths)
-            + self.linear_s * sum(lengths)
-            + self.quadratic_s * sum(n * n for n in lengths)
-        )
-
-    def scaled(self, factor: float) -> "GroupCost":
-        """The same, so many times as slow."""
-        return replace(
-            self,
-            constant_s=factor * self.constant_s,
-            linear_s=factor * self.linear_s,
-            quadratic_s=factor * self.quadratic_s,
-        )
+        return self.linear_s * sum(lengths) + self.quadratic_s * sum(n * n for n in lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +54,15 @@ class CostModel:
 
     groups: tuple[GroupCost, ...]
 
-    def predict(self, size: ItemSize) -> tuple[float, ...]:
-        """Seconds that a sample costs each group."""
-        return tuple(g.seconds(lengths(g.group, size)) for g in self.groups)
-
     def predict_all(self, sizes: Sequence[ItemSize]) -> Costs:
-        """The same of many samples: one row each."""
+        """Seconds that each sample (row) costs each group (column)."""
         columns = [[g.seconds(lengths(g.group, size)) for size in sizes] for g in self.groups]
         return np.array(columns, np.float64).T.reshape(len(sizes), len(self.groups))
 
 
-def of_stages(costs: Costs, shares: Shares) -> Costs:
+def of_stages(costs: Costs, rates: Rates) -> Costs:
     """Seconds that each sample (row) costs each stage (column), from those of the groups."""
-    return costs @ np.array(shares, np.float64).T
+    return costs @ np.array(rates, np.float64).T
 
 
 def even_stages(totals: Sequence[float], num_stages: int) -> Shares:
@@ -125,34 +108,13 @@ def shares_of(
     """Shares of the groups that the stages of a plan hold.
 
     Args:
-        layers: name and seconds of each layer, in order.
+        layers: group and seconds of each layer, in order.
         stages: first layer of each stage, and the one behind its last.
         groups: in the order of the shares.
     """
-    seconds = np.array(
-        [[cost * (group_of(name) == group) for group in groups] for name, cost in layers]
-    )
+    seconds = np.array([[cost * (own == group) for group in groups] for own, cost in layers])
     whole = np.maximum(seconds.sum(axis=0), 1e-300)
     return tuple(tuple((seconds[a:b].sum(axis=0) / whole).tolist()) for a, b in stages)
-
-
-def fit_cost(group: str, points: Sequence[tuple[int, float]]) -> GroupCost:
-    """Constant, linear and quadratic cost that explain measured (length, seconds) of one sequence.
-
-    None of them comes out below zero, so that no length has a negative cost. Deviations count
-    relative to what was measured, so that short sequences matter as long ones do.
-    """
-    from scipy.optimize import nnls  # takes a third of a second to load
-
-    n = np.array([point[0] for point in points], np.float64)
-    seconds = np.array([point[1] for point in points], np.float64)
-    longest = max(float(n.max()), 1.0)
-    scales = np.array([1.0, longest, longest**2])
-    terms = np.stack([np.ones_like(n), n, n * n], axis=1) / scales
-    weights = 1 / np.maximum(seconds, 1e-3 * seconds.max() + 1e-12)
-    found, _ = nnls(terms * weights[:, None], seconds * weights)
-    constant, linear, quadratic = (found / scales).tolist()
-    return GroupCost(group, constant, linear, quadratic)
 
 
 def analytic_cost(
@@ -230,8 +192,7 @@ class Adaptive:
             shares: of the groups that each stage holds.
             observed_s: of the stages.
         """
-        factors = [self.factor(group.group) for group in self._model.groups]
-        parts = np.array(shares, np.float64) * np.array(predicted_s) * np.array(factors)
+        parts = np.array(self.rates(shares), np.float64) * np.array(predicted_s)
         expected, observed = parts.sum(axis=1), np.array(observed_s, np.float64)
         if not (expected.sum() > 0 and observed.sum() > 0):
             return
@@ -249,10 +210,11 @@ class Adaptive:
             return float(np.exp(self._logs[group]))
         return float(np.exp(sum(self._logs.values()) / len(self._logs))) if self._logs else 1.0
 
-    def corrected(self) -> CostModel:
-        """The model as it stands now."""
-        return CostModel(tuple(g.scaled(self.factor(g.group)) for g in self._model.groups))
+    def factors(self) -> tuple[float, ...]:
+        """Those of all groups, in the model's order."""
+        return tuple(self.factor(group.group) for group in self._model.groups)
 
-    def state(self) -> Mapping[str, Any]:
-        """What has been learnt, as plain numbers."""
-        return dict(self._logs)
+    def rates(self, shares: Shares) -> Rates:
+        """Rates of stages that hold these shares."""
+        factors = self.factors()
+        return tuple(tuple(s * f for s, f in zip(row, factors, strict=True)) for row in shares)

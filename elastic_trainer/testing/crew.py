@@ -20,6 +20,7 @@ from elastic_trainer.actors.planning import Schedules
 from elastic_trainer.actors.stage_worker import StageWorker
 from elastic_trainer.config import Config
 from elastic_trainer.models.registry import load_model, ties
+from elastic_trainer.planner.sample_costs import Rates
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.testing.in_process import even_plan
 from elastic_trainer.types import (
@@ -140,6 +141,7 @@ class ThreadedCrew:
         *,
         root: str | None = None,
         buddies: Mapping[WorkerId, WorkerId] | None = None,
+        rates: Rates | None = None,
     ) -> dict[WorkerId, ConfigureReport]:
         """Bring everybody, idle workers too, into the plan's generation."""
         restore = Restore(update=update, sources=sources, root=root)
@@ -152,8 +154,8 @@ class ThreadedCrew:
         }
         for worker, feeder in self.loaders.items():
             receivers = {w: described[w] for w in fed.receivers(worker)}
-            cursor = self.cursors[update]
-            feeder.configure(plan.generation, receivers, fed.routes[worker], cursor)
+            where = fed.routes[worker], self.cursors[update], update + 1
+            feeder.configure(plan.generation, receivers, *where, rates)
         reports = {w: call.result(WAIT_S) for w, call in calls.items()}
         self.plan, self.committed = plan, update
         return reports
@@ -174,18 +176,21 @@ class ThreadedCrew:
             snapshot=snapshot,
         )
 
-    def prepare(self, num_updates: int) -> list[BatchInfo]:
+    def prepare(self, num_updates: int, rates: Rates | None = None) -> list[BatchInfo]:
         """Have the loaders send the next batches."""
         assert self.plan is not None and self.feeding is not None
-        work = self.plan.generation, self.committed + 1, num_updates
+        work = self.plan.generation, self.committed + 1, num_updates, rates
         batches = agreed({w: self.loaders[w].prepare(*work) for w in self.feeding.serving})
         self.cursors.update({batch.update: batch.end for batch in batches})
         return batches
 
     def train(self, num_updates: int, *, snapshot: bool = False) -> list[StageReport]:
         """Run a segment of so many updates on all stages."""
+        return self.run(self.segment(self.prepare(num_updates), snapshot=snapshot))
+
+    def run(self, segment: Segment) -> list[StageReport]:
+        """Run a segment on all stages."""
         assert self.plan is not None
-        segment = self.segment(self.prepare(num_updates), snapshot=snapshot)
         calls = [self.call(s.worker, "run_segment", segment) for s in self.plan.stages]
         reports = [call.result(WAIT_S) for call in calls]
         self.committed = segment.last_update

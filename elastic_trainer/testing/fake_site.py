@@ -18,6 +18,7 @@ from elastic_trainer.checkpoint.progress import SaveProgress
 from elastic_trainer.checkpoint.store import CheckpointStore
 from elastic_trainer.elastic.instructions import INITIAL, STORAGE
 from elastic_trainer.errors import FencedError, TransportError, WorkerLostError
+from elastic_trainer.planner.sample_costs import Rates
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.types import (
     BatchInfo,
@@ -180,7 +181,7 @@ class FakeStage:
                 )
                 for b in segment.batches
             ),
-            busy_s={},
+            busy_s=self.site.busy_s(segment, stage) if segment.kind == "train" else {},
             wall_s=1e-3,
             peak_live_activations=1,
             peak_activation_bytes=1,
@@ -253,6 +254,8 @@ class FakeLoader:
         self.generation = self.over = 0
         self.row = 0
         self.shift = 0  # of the data that it reads, which all should read alike
+        # By generation and first update: the rates that it was told, where it was told any.
+        self.rates: dict[tuple[int, int], Rates] = {}
         self.routes: Mapping[str, Sequence[WorkerId]] = {}
         self.compute: deque[FakeCall] = deque()
 
@@ -281,15 +284,31 @@ class FakeLoader:
         self.over = max(self.over, generation)
         return self._compute(lambda: None)
 
-    def configure(self, generation: int, peers: Any, routes: Any, cursor: Cursor) -> FakeCall:
+    def configure(
+        self,
+        generation: int,
+        peers: Any,
+        routes: Any,
+        cursor: Cursor,
+        first_update: int,
+        rates: Rates | None,
+    ) -> FakeCall:
         def answer() -> None:
             assert set(peers) == {w for workers in routes.values() for w in workers}
             self.generation, self.row, self.routes = generation, cursor.row, routes
+            self._tell(first_update, rates)
 
         return self._compute(answer)
 
-    def prepare(self, generation: int, first: int, count: int) -> FakeCall:
+    def _tell(self, update: int, rates: Rates | None) -> None:
+        if rates is not None:
+            self.rates[self.generation, update] = rates
+
+    def prepare(
+        self, generation: int, first: int, count: int, rates: Rates | None = None
+    ) -> FakeCall:
         def answer() -> list[BatchInfo]:
+            self._tell(first, rates)
             batches = list(self._batches(first, count))
             for batch in batches:
                 self._send(generation, batch)
@@ -317,7 +336,9 @@ class FakeLoader:
                     MicrobatchInfo(num_samples=SAMPLES, num_tokens=8, num_valid=8, sample_ids=ids)
                 )
             end = Cursor(row=self.row)
-            yield BatchInfo(update=update, microbatches=tuple(micros), end=end)
+            yield BatchInfo(
+                update=update, microbatches=tuple(micros), end=end, costs=self.site.costs
+            )
 
     def prepare_eval(self, generation: int, first_key: int) -> FakeCall:
         return self._compute(list, generation)
@@ -413,6 +434,9 @@ class FakeSite:
             ),
         )
         self.plan: Plan | None = None
+        self.costs: tuple[float, ...] = ()  # predicted of a batch, by group
+        # What a stage is busy with in a segment.
+        self.busy_s: Callable[[Segment, int], Mapping[str, float]] = lambda segment, stage: {}
 
     # What a coordinator sees.
 

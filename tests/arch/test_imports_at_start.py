@@ -37,7 +37,7 @@ changes = ["data.format=synthetic", "train.max_steps=1", "transport.channel=torc
 peer = ZmqChannel("stage-0")
 served = loader.Loader("loader-0", load_config(None, changes), sys.argv[1])
 stage = {"device": "cpu", "addresses": {"zmq": peer.address(), "torch": {}}}
-served.configure(1, {"stage-0": stage}, {"input_ids": ["stage-0"]}, Cursor())
+served.configure(1, {"stage-0": stage}, {"input_ids": ["stage-0"]}, Cursor(), 1)
 assert served.sample() and len(served.prepare(1, 1, 2)) == 2
 assert served._edges.exchange.bytes_sent > 0
 served.close(), peer.close()

@@ -14,7 +14,12 @@ from PIL import Image
 from elastic_trainer import fit
 from elastic_trainer.data.tokenizer import train_bpe
 from elastic_trainer.observability.runs import read_audit, read_events, read_updates
-from elastic_trainer.testing.runs import run_config, saved_state, synchronous_reference
+from elastic_trainer.testing.runs import (
+    run_config,
+    saved_state,
+    synchronous_reference,
+    training_batches,
+)
 from elastic_trainer.testing.toys import assert_same_states
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
@@ -53,24 +58,29 @@ def clip(rng: np.random.Generator) -> bytes:
     return file.getvalue()
 
 
-def test_a_damaged_picture_is_skipped_and_all_else_is_exact(
-    ray_address: str, tmp_path: Path
-) -> None:
-    config: dict[str, Any] = {
+def settings(folder: Path, num_epochs: int = 1, **data: Any) -> dict[str, Any]:
+    return {
         "model": {
             "name": "multimodal",
             "args": {"vision_layers": 2, "audio_layers": 1, "lm_layers": 1, "dim": 16},
         },
         "data": {
-            "path": str(write_dataset(tmp_path / "data")),
+            "path": str(write_dataset(folder)),
             "format": "media",
             "max_patches": 16,
             "on_error": "skip",
+            **data,
         },
-        "train": {"global_batch_size": 8, "num_epochs": 1, "eval_batches": 0},
+        "train": {"global_batch_size": 8, "num_epochs": num_epochs, "eval_batches": 0},
         "pipeline": {"microbatch_size": 2, "cuts": [2]},  # inside the vision encoder
         "optim": {"lr_schedule": "constant"},
     }
+
+
+def test_a_damaged_picture_is_skipped_and_all_else_is_exact(
+    ray_address: str, tmp_path: Path
+) -> None:
+    config = settings(tmp_path / "data")
     result = fit(config, address=ray_address, run_dir=tmp_path / "run", display=False)
     assert (result.status, result.update) == ("completed", 3), result
     oracle = synchronous_reference(run_config(tmp_path / "run"), 3)
@@ -84,3 +94,31 @@ def test_a_damaged_picture_is_skipped_and_all_else_is_exact(
     ((number, why),) = [entry for line in audit for entry in line.get("skipped", {}).items()]
     assert number == str(DAMAGED) and "the picture is damaged" in why
     assert any(event["kind"] == "skipped" for event in read_events(tmp_path / "run"))
+
+
+def test_packing_that_follows_the_stages_leaves_batches_their_samples(
+    ray_address: str, tmp_path: Path
+) -> None:
+    adaptive = {"cost": "adaptive", "num_loaders": 2, "prefetch_updates": 1}
+    config = settings(tmp_path / "data", num_epochs=3, **adaptive)
+    config["pipeline"]["segment_updates"] = 1
+    run_dir = tmp_path / "run"
+    result = fit(config, address=ray_address, run_dir=run_dir, display=False)
+    assert (result.status, result.update) == ("completed", 9), result
+    undisturbed = run_config(run_dir)  # in one process, which packs as under frozen
+    oracle = synchronous_reference(undisturbed, 9)
+    assert [line["loss"] for line in read_updates(run_dir)] == pytest.approx(
+        oracle.losses, rel=1e-3
+    )
+    found = [line["samples"] for line in read_audit(run_dir)]
+    frozen = [
+        [list(m.sample_ids) for m in info.microbatches]
+        for info, _ in training_batches(undisturbed, 1, 9)
+    ]
+    assert list(map(flat, found)) == list(map(flat, frozen)) and found != frozen
+    told = [event["message"] for event in read_events(run_dir) if event["kind"] == "packing"]
+    assert told[0].startswith("batches are packed for 2 stages; times their predictions, parts")
+
+
+def flat(samples: list[list[str]]) -> list[str]:
+    return sorted(sample for ids in samples for sample in ids)

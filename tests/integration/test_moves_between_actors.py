@@ -101,7 +101,7 @@ class Run:
         members = {w: self.described[w] for w in workers}
         where = routes(plan, self.described)
         cursor = self._cursors[self.committed]
-        self.loader.configure(generation, members, where, cursor).get(WAIT_S)
+        self.loader.configure(generation, members, where, cursor, self.committed + 1).get(WAIT_S)
         return [call.get(WAIT_S) for call in calls]
 
     def train(self, num_updates: int) -> None:

@@ -18,7 +18,7 @@ def test_a_field_that_the_data_lacks_is_named(tmp_path: Any) -> None:
     }
     loader = Loader("loader-0", load_config(base, []), str(tmp_path))
     try:
-        loader.configure(1, {}, {"vision_cost": ["stage-0"]}, Cursor())
+        loader.configure(1, {}, {"vision_cost": ["stage-0"]}, Cursor(), 1)
         with pytest.raises(DataError, match="asks for field 'vision_cost', which the data"):
             loader.prepare(1, 1, 1)
     finally:

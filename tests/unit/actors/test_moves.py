@@ -297,7 +297,7 @@ def test_older_generations_are_refused(crew: ThreadedCrew) -> None:
         lambda: a.configure(old, crew.peers(A), Restore(update=1, sources=owners(crew)), None),
         lambda: a.save(1, 1, "nowhere"),
         lambda: crew.loader.prepare(2, 3, 1),
-        lambda: crew.loader.configure(0, {}, {}, crew.cursors[1]),
+        lambda: crew.loader.configure(0, {}, {}, crew.cursors[1], 2),
     ]
     for call in refused:
         with pytest.raises(FencedError, match="works for generation [13], not"):

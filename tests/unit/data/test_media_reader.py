@@ -152,9 +152,10 @@ def test_sizes_are_known_before_anything_is_decoded(
     stream = BatchStream(settings(dataset, 10, 1), "train", 10)
     assert stream._plan()
     assert not asked & {"image", "audio"}
-    samples = [sample for (sample,) in stream._planned[0][0]]
+    samples = {sample.id: sample for sample in stream._planned[0]}
     info, fields = next(stream)
-    for sample, made, told in zip(samples, fields, info.microbatches, strict=True):
+    for made, told in zip(fields, info.microbatches, strict=True):
+        sample = samples.pop(*told.sample_ids)
         assert sample.size is not None
         assert list(sample.size.image_patches) == made["image_lengths"].tolist()
         assert list(sample.size.audio_frames) == made["clip_lengths"].tolist()

@@ -10,10 +10,22 @@ import pytest
 from elastic_trainer.config import Config, load_config
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
-from elastic_trainer.data.microbatches import cost_model
+from elastic_trainer.data.media.collate import collate, opened_text_tokens
+from elastic_trainer.data.microbatches import cost_model, lengths_in
+from elastic_trainer.data.rates import RateTable
 from elastic_trainer.data.synthetic import COST_FIELDS
 from elastic_trainer.errors import ConfigError, PackingError
+from elastic_trainer.planner.sample_costs import Rates
 from elastic_trainer.planner.sizes import ItemSize
+from elastic_trainer.testing.media_toys import (
+    BOTH,
+    EOS_ID,
+    MEL_BINS,
+    ONLY_TEXT,
+    PATCH_SIZE,
+    SEVERAL,
+    random_sample,
+)
 from elastic_trainer.types import BatchInfo, Cursor
 
 BATCH, MICROBATCH = 24, 6
@@ -29,10 +41,16 @@ def settings(*overrides: str) -> Config:
     return load_config(base, list(overrides))
 
 
-def read(config: Config, count: int = 3, cursor: Cursor | None = None, first: int = 1) -> list[Any]:
-    return list(
-        itertools.islice(BatchStream(config, "train", BATCH, cursor, first_update=first), count)
-    )
+def read(
+    config: Config,
+    count: int = 3,
+    cursor: Cursor | None = None,
+    first: int = 1,
+    rates: Rates | None = None,
+) -> list[Any]:
+    table = None if rates is None else RateTable(rates)
+    stream = BatchStream(config, "train", BATCH, cursor, first_update=first, rates=table)
+    return list(itertools.islice(stream, count))
 
 
 def ids(info: BatchInfo) -> Counter[str]:
@@ -80,6 +98,45 @@ def test_a_resumed_stream_packs_alike(way: str) -> None:
         assert info == expected
         for ours, theirs in zip(fields, others, strict=True):
             assert all(ours[n].tobytes() == theirs[n].tobytes() for n in theirs)
+
+
+def test_a_batch_tells_its_predicted_cost() -> None:
+    model = cost_model(settings())
+    ((info, fields),) = read(settings(), 1)
+    ((plain, _),) = read(settings("data.packing=order"), 1)
+    assert info.costs == plain.costs, "whatever shares a microbatch"
+    sums = [sum(float(f[name].sum()) for f in fields) for name in COST_FIELDS]
+    assert len(info.costs) == len(model.groups) == len(sums)
+    assert info.costs[0] / info.costs[1] == pytest.approx(sums[0] / sums[1])
+    ((unsized, _),) = read(settings("data.size_sigma=0"), 1)
+    assert unsized.costs == ()
+
+
+def test_packing_follows_rates_and_the_samples_stay() -> None:
+    """What is to be even is the slowest stage."""
+    vision_slow, text_slow = ((8.0, 0.0), (0.0, 1.0)), ((1.0, 0.0), (0.0, 8.0))
+    uneven = []
+    ways = [read(settings(), 6, rates=rates) for rates in (None, vision_slow, text_slow)]
+    for (info, fields), *others in zip(*ways, strict=True):
+        found = [loads_of(fields)]
+        for other, packed in others:
+            assert ids(other) == ids(info) and other.microbatches != info.microbatches
+            assert (other.end, other.costs, other.num_valid) == (
+                info.end,
+                info.costs,
+                info.num_valid,
+            )
+            found.append(loads_of(packed))
+        uneven.append(found)
+    frozen, by_vision, by_text = np.mean(uneven, axis=0)
+    assert by_vision[0] < frozen[0] and by_text[1] < frozen[1]
+    assert by_vision[1] > by_text[1] and by_text[0] > by_vision[0]
+
+
+def loads_of(fields: list[dict[str, Any]]) -> list[float]:
+    """Largest over mean cost of a microbatch, of each kind."""
+    loads = np.array([[f[name].sum() for name in COST_FIELDS] for f in fields])
+    return [float(x) for x in (loads / loads.mean(axis=0)).max(axis=0)]
 
 
 def test_packing_does_not_depend_on_workers_or_cuts() -> None:
@@ -130,9 +187,41 @@ def test_costs_follow_the_models_dimensions() -> None:
     base = {"model": {"name": "multimodal", "args": {"vocab_size": 300, "dim": 64}}}
     model = cost_model(load_config(base, ["data.format=media"]))
     deep = cost_model(load_config(base, ["data.format=media", "model.args.vision_layers=6"]))
-    assert deep.predict(picture)[0] > 1.8 * model.predict(picture)[0]
-    assert deep.predict(picture)[1:] == model.predict(picture)[1:]
-    assert model.predict(text)[0] == 0 < model.predict(text)[2]
+    costs, of_deep = (m.predict_all([picture, text]).tolist() for m in (model, deep))
+    assert of_deep[0][0] > 1.8 * costs[0][0]
+    assert of_deep[0][1:] == costs[0][1:]
+    assert costs[1][0] == 0 < costs[1][2]
+
+
+def test_lengths_in_a_microbatch_are_those_of_its_samples() -> None:
+    rng = np.random.default_rng(0)
+    shapes = [SEVERAL, ONLY_TEXT, BOTH]
+    samples = [random_sample(shape, rng) for shape in shapes]
+    fields = collate(samples, eos_id=EOS_ID, patch_size=PATCH_SIZE, mel_bins=MEL_BINS)
+    sizes = [
+        ItemSize(
+            tuple(4 * rows * columns for rows, columns in pictures),
+            tuple(clips),
+            opened_text_tokens(num_tokens),
+        )
+        for pictures, clips, num_tokens in shapes
+    ]
+    model = cost_model(load_config({"model": {"name": "multimodal"}}, ["data.format=media"]))
+    found = lengths_in(fields)
+    for group, cost in zip(model.groups, model.predict_all(sizes).sum(axis=0), strict=True):
+        assert group.seconds(found[group.group]) == pytest.approx(cost) and cost > 0, group.group
+    nothing = collate([], eos_id=EOS_ID, patch_size=PATCH_SIZE, mel_bins=MEL_BINS)
+    assert not any(sum(lengths) for lengths in lengths_in(nothing).values())
+
+
+def test_lengths_in_an_emulated_microbatch() -> None:
+    ((_, (fields, *_)),) = read(settings(), 1)
+    assert lengths_in(fields) == {
+        "vision": fields["vision_cost"].tolist(),
+        "head": fields["text_cost"].tolist(),
+    }
+    ((_, (plain, *_)),) = read(settings("data.size_sigma=0"), 1)
+    assert lengths_in(plain) == {}
 
 
 def test_arguments_of_other_models_may_mean_anything() -> None:
@@ -145,6 +234,7 @@ def test_arguments_of_other_models_may_mean_anything() -> None:
     ("overrides", "message"),
     [
         (["data.packing=best"], "`data.packing` is 'best'"),
+        (["data.cost=thawed"], "`data.cost` is 'thawed'"),
         (["data.max_tokens_per_microbatch=-1"], "is -1"),
         (
             ["pipeline.schedule=async_1f1b", "data.max_tokens_per_microbatch=900"],
