@@ -9,7 +9,7 @@ from elastic_trainer.planner.cost import StageCosts
 from elastic_trainer.planner.memory import MemoryModel, num_moments
 from elastic_trainer.planner.partition import partition
 from elastic_trainer.planner.reasons import Candidate, Choice, Cuts, explain, format_bytes
-from elastic_trainer.planner.simulate import Cores, simulate
+from elastic_trainer.planner.simulate import Cores, Timeline, simulate
 from elastic_trainer.schedule.build import build, is_asynchronous
 from elastic_trainer.types import Plan, Prediction, Profile, StagePlan, WorkerId
 
@@ -153,9 +153,15 @@ class _Planner:
             return best, None
         second = self._candidate(min(others, key=self._evenness))
         # The cut balances stages; only the simulation sees how their order adds up.
-        if second.predicted.step_s < best.predicted.step_s * (1 - 1e-9):
+        if self._alone_s(second) < self._alone_s(best) * (1 - 1e-9):
             best, second = second, best
         return best, second
+
+    def _alone_s(self, candidate: Candidate) -> float:
+        """Seconds of a step if no stage shared its cores. In which turn stages get a core that they
+        share is the kernel's affair: what one cut would gain by the simulated turns is not real.
+        """
+        return self._simulate(candidate.cuts, None).makespan_s
 
     def _balanced(self) -> Cuts:
         return partition(
@@ -224,12 +230,7 @@ class _Planner:
 
     def _candidate(self, cuts: Cuts) -> Candidate:
         """What the simulation and the memory model say of these cuts."""
-        costs = StageCosts(self.profile, cuts)
-        ties = stage_ties(self._stages(cuts), self.ties_layers)
-        lists = build(self.schedule, self.num_stages, self.groups, ties=ties)
-        nodes = [None if found is None else found[0] for found in self.cores]
-        cores = Cores(nodes, dict(found for found in self.cores if found), costs.need)
-        timeline = simulate(lists, costs.duration, costs.link, cores)
+        timeline = self._simulate(cuts, self.cores)
         steps = sum(self.groups) / self.num_microbatches
         predicted = Prediction(
             step_s=timeline.makespan_s / steps,
@@ -238,6 +239,16 @@ class _Planner:
             stage_memory_bytes=self._memory_bytes(cuts),
         )
         return Candidate(cuts, predicted)
+
+    def _simulate(self, cuts: Cuts, cores: NodeCores | None) -> Timeline:
+        costs = StageCosts(self.profile, cuts)
+        ties = stage_ties(self._stages(cuts), self.ties_layers)
+        lists = build(self.schedule, self.num_stages, self.groups, ties=ties)
+        shared = None
+        if cores is not None:
+            nodes = [None if found is None else found[0] for found in cores]
+            shared = Cores(nodes, dict(found for found in cores if found), costs.need)
+        return simulate(lists, costs.duration, costs.link, shared)
 
     def _memory_bytes(self, cuts: Cuts) -> tuple[int, ...]:
         ranges = _ranges(cuts, self.num_layers)
