@@ -82,6 +82,7 @@ class Succession:
             state.saved,
             state.evaluated,
             self.limits,
+            state.spent,
             self._crew.next_worker,
             self._crew.loaders.next_number,
             tuple(self._crew.berths),
@@ -98,6 +99,7 @@ class Succession:
                 "committed": state.committed,
                 "saved": state.saved,
                 "evaluated": state.evaluated,
+                "spent": state.spent,
                 "limits": self.limits,
                 "workers": {
                     worker: [berth.room.room_id, dict(berth.room.resources), berth.node_id]
@@ -161,6 +163,7 @@ class Succession:
             saved=saved,
             segment_updates=1 if plan is None else segment_updates(self._config, plan),
             evaluated=found["evaluated"],
+            spent=found["spent"],
         )
 
     def _count_death(self, found: Mapping[str, Any]) -> None:

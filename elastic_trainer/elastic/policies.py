@@ -22,7 +22,7 @@ class Budget:
     limit: int
     refill_updates: int
     count: int = 0
-    _spent_at: int = 0
+    spent_at: int = 0  # highest update committed when the last one was counted
 
     @property
     def exhausted(self) -> bool:
@@ -36,10 +36,10 @@ class Budget:
                 fault that comes back at the same place must not refill what it spends.
         """
         self.count += 1
-        self._spent_at = reached
+        self.spent_at = reached
 
     def refill(self, reached: int) -> None:
-        if self.count and reached - self._spent_at >= self.refill_updates:
+        if self.count and reached - self.spent_at >= self.refill_updates:
             self.count = 0
 
 

@@ -1,6 +1,6 @@
 """How many workers there should be, whom to ask for and dismiss, and the budgets of losses."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 from elastic_trainer.elastic import events as ev
 from elastic_trainer.elastic import instructions as do
@@ -60,6 +60,16 @@ class Staff:
     @property
     def counts(self) -> dict[str, int]:
         return {name: budget.count for name, budget in self._budgets.items()}
+
+    @property
+    def spent(self) -> dict[str, tuple[int, int]]:
+        """By budget, how many were counted and at which highest update, to be handed on."""
+        return {name: (budget.count, budget.spent_at) for name, budget in self._budgets.items()}
+
+    def inherit(self, spent: Mapping[str, Sequence[int]]) -> None:
+        """Go on with what another coordinator has `spent`."""
+        for name, (count, spent_at) in spent.items():
+            self._budgets[name].count, self._budgets[name].spent_at = count, spent_at
 
     def settled(self, now: float) -> bool:
         """Whether to go ahead with who is there, or wait for more to join."""

@@ -10,7 +10,7 @@
     any ──budget used up, or nothing would help──▶ FAILED
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from elastic_trainer.elastic import events as ev
 from elastic_trainer.elastic import instructions as do
@@ -45,6 +45,7 @@ class State(Course):
         saved: int,
         segment_updates: int,
         evaluated: int = -1,
+        spent: Mapping[str, Sequence[int]] | None = None,
     ) -> "State":
         """The state of a run whose coordinator was replaced.
 
@@ -57,8 +58,10 @@ class State(Course):
             saved: update of the newest complete checkpoint.
             segment_updates: as planned last.
             evaluated: the newest update evaluated.
+            spent: of the budgets, as `State.spent` was.
         """
         state = cls(goal)
+        state._staff.inherit(spent or {})
         state._gens = Generations(generation, plan)
         state._work = Work(goal, committed=committed, saved=saved, evaluated=evaluated)
         state._work.generation, state._work.segment_updates = generation, segment_updates
@@ -82,6 +85,11 @@ class State(Course):
     def counts(self) -> dict[str, int]:
         """What was spent of each budget."""
         return self._staff.counts
+
+    @property
+    def spent(self) -> dict[str, tuple[int, int]]:
+        """What a state that goes on in this one's place must know of the budgets."""
+        return self._staff.spent
 
     @property
     def saved(self) -> int:

@@ -575,6 +575,15 @@ def test_limits_and_departures_outlive_the_coordinator(tmp_path: Path) -> None:
     assert len([s for s in world.site.stages.values() if s.node.ip == "10.0.0.0"]) == 1
 
 
+def test_budgets_outlive_the_coordinator(tmp_path: Path) -> None:
+    world = World(tmp_path, config("1:4", "elastic.max_failures=2"), places=6)
+    for update in (4, 8, 16):
+        world.at(update, lambda: world.kill(0))
+    world.at(12, world.crash)
+    result = world.run_through()
+    assert result.status == "failed" and "number 3 in a row" in result.reason
+
+
 def test_coordinators_that_die_and_die_are_given_up(tmp_path: Path) -> None:
     world = World(tmp_path, config("2"))
     deaths: list[int] = []
@@ -631,7 +640,7 @@ def play(folder: Path, seed: int) -> None:
         lambda: world.coordinator.scale(1, dice.randint(1, 4)),
         lambda: setattr(world.site, "places", dice.randint(1, 6)),
         lambda: world.coordinator.drain(f"10.0.0.{dice.randrange(2)}", 60.0),
-        lambda: world.kill_loader(dice.randrange(3)),
+        lambda: world.site.alive_loaders() and world.kill_loader(dice.randrange(3)),
         world.crash,
     )
     for _ in range(dice.randint(2, 8)):
