@@ -32,8 +32,8 @@ ANSWER_S = 30.0
 def counts(pid: int) -> dict[str, int]:
     """What one process holds."""
     folder = Path(f"/proc/{pid}")
-    lines = (line.split(":") for line in (folder / "status").read_text().splitlines())
-    facts = {name: value.split() for name, value in lines if name in ("VmRSS", "Threads")}
+    lines = (line.partition(":") for line in (folder / "status").read_text().splitlines())
+    facts = {name: value.split() for name, _, value in lines if name in ("VmRSS", "Threads")}
     links = [os.readlink(entry) for entry in (folder / "fd").iterdir()]
     return {
         "megabytes": int(facts["VmRSS"][0]) // 1024,
@@ -67,6 +67,12 @@ def test_two_hundred_changes_leave_nothing_behind(cluster: Cluster, tmp_path: Pa
 
     def change() -> None:
         coordinator = CoordinatorHandle.find(str(run_dir))
+        try:
+            change_often(coordinator)
+        finally:  # whatever is wrong, the run must not go on for ever
+            coordinator.stop("seen enough").get(ANSWER_S)
+
+    def change_often(coordinator: CoordinatorHandle) -> None:
         pids = {"coordinator": read_status(run_dir)["pid"], **loader_pids(run_dir)}
         pids |= {w: p for w, p in worker_pids(run_dir).items() if w in ("stage-0", "stage-1")}
         for number in range(NUM_CHANGES):
@@ -77,7 +83,6 @@ def test_two_hundred_changes_leave_nothing_behind(cluster: Cluster, tmp_path: Pa
             if number >= WARMED_UP and number % 2:
                 wait_for(lambda: len(read_status(run_dir)["workers"]) == 3, "three workers")
                 look(pids)
-        coordinator.stop("seen enough").get(ANSWER_S)
 
     background = once_started(run_dir, change, 3)
     result = fit(config, address=cluster.address, run_dir=run_dir, workers="3", display=False)

@@ -13,7 +13,7 @@ from elastic_trainer.observability.lines import Follower
 from elastic_trainer.observability.record import CONFIG_FILE, MEMBERSHIP_FILE, METRICS_FILE
 from elastic_trainer.observability.runs import read_audit, read_plan, read_status
 from elastic_trainer.pipeline.hooks import RuntimeHooks
-from elastic_trainer.run.control import answer
+from elastic_trainer.run.control import ANSWER_S, answer
 from elastic_trainer.testing.chaos.verdict import Commit, Facts, Loss
 from elastic_trainer.types import WorkerId
 
@@ -118,7 +118,10 @@ class RayLevers:
             handle = StageHandle.find(str(self._run_dir), worker)
         except ValueError as error:
             raise RunError(f"there is no worker {worker}") from error
-        answer(self._run_dir.name, handle.inject(name, hooks))
+        try:
+            handle.inject(name, hooks).get(ANSWER_S)
+        except TimeoutError as error:
+            raise RunError(f"{worker} does not answer: {error}") from error
 
     def scale(self, fewest: int, most: int) -> None:
         answer(self._run_dir.name, self._coordinator.scale(fewest, most))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from elastic_trainer.errors import ConfigError, ElasticTrainerError
+from elastic_trainer.errors import ConfigError, ElasticTrainerError, WorkerLostError
 from elastic_trainer.pipeline.hooks import RuntimeHooks
 from elastic_trainer.testing.chaos.script import Drain, Scale, Step
 from elastic_trainer.testing.chaos.verdict import FAILURES, Commit, Done, Loss, recovered_at
@@ -132,7 +132,7 @@ class Player:
                     if worker is None:
                         return
                     done = replace(done, workers=(worker,))
-                    self._inject(index, worker, step.what)
+                    self._inject(index, worker, step)
         except ElasticTrainerError as error:
             done = replace(done, problem=str(error))
         self._done[index] = done
@@ -152,17 +152,23 @@ class Player:
                     return
                 self._levers.inject(armed.workers[0], _name(index), None)
             at = self._clock()
-            self._inject(index, worker, step.what)
+            self._inject(index, worker, step)
         except ElasticTrainerError:
             return  # the worker is going: another one will have the stage
         self._armed[index] = Done(step=step, workers=(worker,), at=at)
         self._tell(f"{step.text}: waits on {worker}")
 
-    def _inject(self, index: int, worker: WorkerId, fault: Fault) -> None:
+    def _inject(self, index: int, worker: WorkerId, step: Step) -> None:
+        assert isinstance(step.what, Fault)
         # The worker is the address; whichever stage it comes to have.
-        here = replace(fault, stage=None)
+        here = replace(step.what, stage=None)
         hooks = Injector(here, seed=self._seed).hooks
-        self._levers.inject(worker, _name(index), hooks)
+        try:
+            self._levers.inject(worker, _name(index), hooks)
+        except WorkerLostError:
+            # Its end may come before its answer. Whether it was this, the run's history tells.
+            if not step.lethal:
+                raise
 
     def _settle(self) -> None:
         """Faults that waited for their update: has it come?"""

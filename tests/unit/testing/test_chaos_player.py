@@ -40,6 +40,7 @@ class Run:
         self._armed: dict[tuple[str, str], Fault] = {}
         self._resumes_at = 0.0
         self.spare_after: dict[int, tuple[int, ...]] = {}
+        self.is_hasty = False  # whether a kill that is due comes before the answer
 
     @property
     def stages(self) -> Mapping[int, str]:
@@ -72,6 +73,10 @@ class Run:
             hooks = pickle.loads(pickle.dumps(hooks))
             injector: Injector = hooks.before.__self__  # type: ignore[union-attr]
             (self._armed[worker, name],) = injector._faults
+            if self.is_hasty:
+                self.sleep(STEP_S)
+                if worker not in self._members:
+                    raise WorkerLostError(f"{worker} is gone")
 
     def scale(self, fewest: int, most: int) -> None:
         if most > 8:
@@ -188,6 +193,21 @@ def test_when_another_fault_takes_the_worker_it_moves_on() -> None:
     steps = play(run, "kill worker=stage-1 @time=1\nkill stage=1 @update=30")
     assert [done.workers for done in steps] == [("stage-1",), ("stage-3",)]
     assert passed(run, steps)
+
+
+@pytest.mark.parametrize("when", ["@time=2", "@update=1"])
+def test_a_worker_that_is_killed_before_it_answers(when: str) -> None:
+    run = Run()
+    run.is_hasty = True
+    (done,) = play(run, f"kill stage=1 {when}")
+    assert (done.workers, done.problem) == (("stage-1",), "")
+    assert run.dead == {"stage-1"} and passed(run, [done])
+
+
+def test_a_worker_that_was_gone_before() -> None:
+    kill, slow = play(run := Run(), "kill worker=stage-9\nslow worker=stage-9 factor=2")
+    assert not run.dead and not passed(run, [kill])
+    assert slow.problem == "stage-9 is gone"
 
 
 def test_any_stage_is_drawn_by_the_seed() -> None:
