@@ -75,6 +75,7 @@ def test_two_hundred_changes_leave_nothing_behind(cluster: Cluster, tmp_path: Pa
     def change_often(coordinator: CoordinatorHandle) -> None:
         pids = {"coordinator": read_status(run_dir)["pid"], **loader_pids(run_dir)}
         pids |= {w: p for w, p in worker_pids(run_dir).items() if w in ("stage-0", "stage-1")}
+        wait_for(partial(has_stages, 3), "three stages", 2 * LIMIT_S)
         for number in range(NUM_CHANGES):
             target = 2 if number % 2 == 0 else 3
             coordinator.scale(target, target).get(ANSWER_S)
