@@ -22,6 +22,7 @@ from elastic_trainer.actors.watch import Mark
 from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
+from elastic_trainer.data.media import decoders
 from elastic_trainer.data.prefetch import Prefetcher
 from elastic_trainer.data.rates import RateTable, effective_from
 from elastic_trainer.data.window import Batch, Fields, Window
@@ -56,6 +57,7 @@ class Loader:
         self._rates: RateTable | None = None
         self._eval_cache: list[Batch] | None = None
         self._mark = Mark((0, 0), "its start")
+        decoders.hold(self)
 
     def describe(self) -> Mapping[str, Any]:
         """Where the loader is, and the address of its channel."""
@@ -161,9 +163,10 @@ class Loader:
         return infos
 
     def close(self) -> None:
-        """Close the sockets."""
+        """Close the sockets, and end what decodes."""
         if self._ahead is not None:
             self._ahead.close()
+        decoders.release(self)
         for channel in self._channels.values():
             channel.close()
 

@@ -4,8 +4,9 @@ The same work for all three, on the same rows: the picture decoded to an RGB arr
 the model wants and cut into patches, the sound decoded to samples of one channel at one rate and
 made log-mel frames, the caption tokenised. All call the same functions, in as many threads or
 processes as there are cores, so what differs is how a loader reads, spreads the work and hands over
-what was made. Ours is the `BatchStream` of the trainer with the loader's work ahead; it also
-predicts costs, packs and joins samples to microbatches, which is not asked of the others.
+what was made. Ours is the `BatchStream` of the trainer with the loader's work ahead, decoding in
+processes of its own; it also predicts costs, packs and joins samples to microbatches, which is not
+asked of the others.
 
 Peers go the ways that their manuals offer, and the one that is fastest in a first epoch counts:
 

@@ -7,7 +7,7 @@ microbatch and contributes nothing, so that one damaged file moves no other samp
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -17,21 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic_trainer.config import Config, DataConfig
-from elastic_trainer.data.media.audio import (
-    AudioLimits,
-    audio_size,
-    decode_audio,
-    log_mel,
-    num_frames,
-)
+from elastic_trainer.data.media.audio import AudioLimits, audio_size, num_frames
 from elastic_trainer.data.media.collate import Decoded, collate, opened_text_tokens
-from elastic_trainer.data.media.images import (
-    ImageLimits,
-    decode_image,
-    image_size,
-    patch_rows_columns,
-    patchify,
-)
+from elastic_trainer.data.media.decoders import Decoders, shared
+from elastic_trainer.data.media.decoding import File, Limits, Made, Picture
+from elastic_trainer.data.media.images import ImageLimits, image_size, patch_rows_columns
 from elastic_trainer.data.media.schema import (
     COLUMNS,
     MODALITIES,
@@ -54,33 +44,23 @@ FIELDS_OF = {
     "audio": frozenset({"frames", "clip_lengths"}),
 }
 _TEXTS = 4096  # whose tokens are kept: each is wanted for its size first, and then for itself
-_CHUNK = 8  # samples that a thread decodes at a time: handing over costs time, too
-_CHUNKS_AHEAD = 2  # per thread, under way or waiting to be collected
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """A picture or a clip as it lies on storage."""
-
-    data: bytes | None
-    path: str | None = None
-
-    def read(self) -> bytes:
-        if self.data is None:
-            raise DataError(
-                f"the file {self.path} is named, but not held",
-                "Write the dataset with the bytes of its files",
-            )
-        return self.data
+_CHUNK = 8  # samples that a decoder gets at a time: handing over costs time, too
+_CHUNKS_AHEAD = 2  # per decoder, under way or waiting to be collected
+_PATIENCE = 1 / 4  # of the stall limit, with which a sample is decoded: it may be tried twice
+_LEAST_PATIENCE_S = 5.0  # the machine may be busy
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
     """A sample as it lies on storage."""
 
-    media: Mapping[str, Sequence[_File]]
+    files: Mapping[str, Sequence[File]]
     text: str | None
     size: ItemSize
+
+    @property
+    def needs_decoding(self) -> bool:
+        return bool(self.text and self.text.strip() and any(self.files.values()))
 
 
 class MediaSamples:
@@ -103,7 +83,8 @@ class MediaSamples:
         self._eos_id = eos_of(tokenizer)
         self._skips = data.on_error == "skip"
         self._max_tokens = data.max_tokens_per_microbatch
-        self._image, self._audio = limits_of(data)
+        self._limits = self._image, self._audio = limits_of(data)
+        self._patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * config.elastic.stall_limit_s)
         self._kinds = [k for k in MODALITIES if self._names[k] in source.columns]
         _check_columns(source, self._names, self._kinds, data.columns)
         heavy = [self._names[kind] for kind in self._kinds]
@@ -111,7 +92,6 @@ class MediaSamples:
         self._heavy = source.part(heavy, nullable=heavy)
         self._light = source.part(light, nullable=light)
         self._workers = data.media_workers
-        self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="decode")
 
     def next(self, cursor: Cursor) -> Sample:
         """The sample at the cursor, undecoded: its id and its sizes."""
@@ -180,7 +160,7 @@ class MediaSamples:
     def decode(
         self, samples: Iterable[Sample], wanted: Collection[str] | None = None
     ) -> Iterator[Decoded | DataError]:
-        """What the threads make of the samples, in order, a few ahead of the reader.
+        """What the decoders make of the samples, in order, a few ahead of the reader.
 
         Args:
             samples: without fields; taken one by one.
@@ -189,14 +169,19 @@ class MediaSamples:
         kinds, rest = self._kinds_for(wanted), iter(samples)
         waiting: deque[tuple[list[Sample], Future[list[Decoded | DataError]]]] = deque()
         failure: DataError | None = None
-        while failure is None and (chunk := list(islice(rest, _CHUNK))):
-            # Storage is read by this thread alone; only the decoding is spread.
-            rows, failure = self._rows(chunk, kinds)
-            waiting.append((chunk, self._pool.submit(self._decode_all, rows)))
-            if len(waiting) >= _CHUNKS_AHEAD * self._workers:
+        try:
+            while failure is None and (chunk := list(islice(rest, _CHUNK))):
+                # Storage is read by this thread alone; only the decoding is spread.
+                rows, failure = self._rows(chunk, kinds)
+                decoders = shared(self._workers)
+                waiting.append((chunk, decoders.submit(self._decode_all, rows, decoders)))
+                if len(waiting) >= _CHUNKS_AHEAD * self._workers:
+                    yield from self._collect(*waiting.popleft())
+            while waiting:
                 yield from self._collect(*waiting.popleft())
-        while waiting:
-            yield from self._collect(*waiting.popleft())
+        finally:
+            for _, decoding in waiting:  # nobody wants it any more, and others use the decoders
+                decoding.cancel()
         if failure is not None:  # in its turn
             raise failure
 
@@ -232,18 +217,33 @@ class MediaSamples:
                 raise told from result
             yield told
 
-    def _decode_all(self, rows: Sequence[_Row | PackingError]) -> list[Decoded | DataError]:
-        return [self._decode(row) if isinstance(row, _Row) else row for row in rows]
+    def _decode_all(
+        self, rows: Sequence[_Row | PackingError], decoders: Decoders
+    ) -> list[Decoded | DataError]:
+        files = [row.files for row in rows if isinstance(row, _Row) and row.needs_decoding]
+        made = iter(decoders.decode(files, self._limits, self._patience_s))
+        results: list[Decoded | DataError] = []
+        for row in rows:
+            if not isinstance(row, _Row):
+                results.append(row)
+                continue
+            result = next(made) if row.needs_decoding else ([], [])
+            results.append(self._finish(row, result))
+        return results
 
-    def _decode(self, row: _Row) -> Decoded | DataError:
-        try:
-            if row.text is None or not row.text.strip():
-                raise DataError("the text is missing", "Remove it, or set data.on_error=skip")
-            decoded = Decoded(self._pictures(row), self._clips(row), self._encode(row.text))
-            _check_sizes(decoded, row.size)
-            return decoded
-        except DataError as error:
-            return error
+    def _finish(self, row: _Row, made: Made | DataError) -> Decoded | DataError:
+        """The sample, from what its files have become."""
+        if row.text is None or not row.text.strip():
+            return DataError("the text is missing", "Remove it, or set data.on_error=skip")
+        if isinstance(made, DataError):
+            return made
+        pictures, clips = made
+        decoded = Decoded(
+            pictures if "image" in row.files else self._unseen(row.size),
+            clips if "audio" in row.files else self._unheard(row.size),
+            self._encode(row.text),
+        )
+        return _wrong_sizes(decoded, row.size) or decoded
 
     def _too_long(self, row: int, size: ItemSize) -> PackingError | None:
         """What is wrong with a sample that fits into no microbatch."""
@@ -252,34 +252,30 @@ class MediaSamples:
         what = f"has {size.num_tokens} tokens, more than the {self._max_tokens} of a microbatch"
         return PackingError(f"{self._where(row)} {what}", TOO_LONG_HINT)
 
-    def _pictures(self, row: _Row) -> list[tuple[NDArray[np.uint8], NDArray[np.int64]]]:
-        size = self._image.patch_size
-        if "image" in row.media:
-            decoded = (decode_image(file.read(), self._image) for file in row.media["image"])
-            return [patchify(picture, size) for picture in decoded]
-        patch, place = np.zeros((1, 3 * size**2), np.uint8), np.zeros((1, 2), np.int64)
+    def _unseen(self, size: ItemSize) -> list[Picture]:
+        """Pictures that nobody will look at."""
+        patch = np.zeros((1, 3 * self._image.patch_size**2), np.uint8)
+        place = np.zeros((1, 2), np.int64)
         return [
             (np.broadcast_to(patch, (n, patch.size)), np.broadcast_to(place, (n, 2)))
-            for n in row.size.image_patches
+            for n in size.image_patches
         ]
 
-    def _clips(self, row: _Row) -> list[NDArray[np.float32]]:
-        if "audio" in row.media:
-            decoded = (decode_audio(file.read(), self._audio) for file in row.media["audio"])
-            return [log_mel(clip, self._audio) for clip in decoded]
+    def _unheard(self, size: ItemSize) -> list[NDArray[np.float32]]:
+        """Clips that nobody will hear."""
         frame = np.zeros((1, self._audio.mel_bins), np.float32)
-        return [np.broadcast_to(frame, (n, frame.size)) for n in row.size.audio_frames]
+        return [np.broadcast_to(frame, (n, frame.size)) for n in size.audio_frames]
 
     def _row(self, sample: Sample, kinds: Sequence[str]) -> _Row:
         row = int(sample.id)
         assert sample.size is not None
-        media = {kind: self._files(row, kind) for kind in kinds}
-        return _Row(media, self._light_value(row, "text"), sample.size)
+        files = {kind: self._files(row, kind) for kind in kinds}
+        return _Row(files, self._light_value(row, "text"), sample.size)
 
-    def _files(self, row: int, kind: str) -> list[_File]:
+    def _files(self, row: int, kind: str) -> list[File]:
         value = self._heavy.value(row, self._names[kind]).as_py()
         files = [
-            _File(item["bytes"], item.get("path")) if isinstance(item, dict) else _File(item)
+            File(item["bytes"], item.get("path")) if isinstance(item, dict) else File(item)
             for item in as_list(value)
         ]
         return [file for file in files if file.data is not None or file.path]
@@ -322,7 +318,7 @@ class MediaSamples:
         return self._light.where(row) + (f" ({named})" if named else "")
 
 
-def _check_sizes(decoded: Decoded, expected: ItemSize) -> None:
+def _wrong_sizes(decoded: Decoded, expected: ItemSize) -> DataError | None:
     """Loaders that do not decode a sample know it by its recorded sizes, so these must be right."""
     pairs = {
         "pictures have %s patches": (
@@ -333,13 +329,14 @@ def _check_sizes(decoded: Decoded, expected: ItemSize) -> None:
     }
     for what, (found, told) in pairs.items():
         if found != told:
-            raise DataError(
+            return DataError(
                 f"its {what % found}, but by their recorded sizes {told}",
                 "Correct the columns of sizes, or leave them out; or set data.on_error=skip",
             )
+    return None
 
 
-def limits_of(data: DataConfig) -> tuple[ImageLimits, AudioLimits]:
+def limits_of(data: DataConfig) -> Limits:
     """The limits of sizes that a configuration sets."""
     return (
         ImageLimits(

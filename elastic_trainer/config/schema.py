@@ -94,7 +94,10 @@ class DataConfig:
         "What to do with a sample whose picture, sound or text cannot be read (format media): "
         "raise, or skip it and say so in the audit.",
     )
-    media_workers: int = _doc(2, "Threads of the loader that decode (format media).")
+    media_workers: int = _doc(
+        2,
+        "Processes of each loader that decode (format media). 0: it decodes by itself.",
+    )
     patch_size: int = _doc(16, "Pixels along the side of a patch of a picture.")
     max_patches: int = _doc(256, "A picture is scaled down to at most so many patches.")
     max_image_pixels: int = _doc(

@@ -41,7 +41,7 @@ LIMITS: dict[str, tuple[float, float | None]] = {
     "data.sequence_length": (1, None),
     "data.prefetch_updates": (1, None),
     "data.num_loaders": (1, None),
-    "data.media_workers": (1, None),
+    "data.media_workers": (0, None),
     "data.patch_size": (2, None),
     "data.max_patches": (4, None),
     "data.max_image_pixels": (1, None),

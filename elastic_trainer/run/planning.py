@@ -15,6 +15,7 @@ from elastic_trainer.actors.planning import (
 )
 from elastic_trainer.config import Config
 from elastic_trainer.data.batches import BatchStream
+from elastic_trainer.data.media import decoders
 from elastic_trainer.models.registry import load_model, ties
 from elastic_trainer.pipeline.overheads import with_messages
 from elastic_trainer.pipeline.profiler import device_class, profile_layers
@@ -46,7 +47,8 @@ def plan_command(
         "layers": model.names,
         "profile_facts": profile_facts(config),
     }
-    _, (sample, *_) = next(BatchStream(config, "train", update_batch_size(config)))
+    with decoders.kept():
+        _, (sample, *_) = next(BatchStream(config, "train", update_batch_size(config)))
     key = profile_key(config, description, sample)
     profile = load_profile(key)
     if profile is None:

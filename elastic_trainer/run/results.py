@@ -16,6 +16,7 @@ from elastic_trainer.checkpoint.store import CheckpointStore, Manifest
 from elastic_trainer.config import Config, load_config
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.info import describe
+from elastic_trainer.data.media import decoders
 from elastic_trainer.data.tokenizer import load_tokenizer
 from elastic_trainer.errors import CheckpointError, DataError
 from elastic_trainer.models.inference import Unsplit
@@ -111,7 +112,8 @@ def evaluate(run: str | Path, checkpoint: str = "auto") -> dict[str, Any]:
         for _, microbatches in stream
         for fields in microbatches
     )
-    total, num_valid = _unsplit(saved).evaluate(batches)
+    with decoders.kept():
+        total, num_valid = _unsplit(saved).evaluate(batches)
     loss = total / max(num_valid, 1)
     return {
         "run": saved.run_dir.name,

@@ -10,6 +10,7 @@ from elastic_trainer.checkpoint.layers import read_layer
 from elastic_trainer.checkpoint.store import Manifest
 from elastic_trainer.config import Config, load_config
 from elastic_trainer.data.batches import BatchStream
+from elastic_trainer.data.media import decoders
 from elastic_trainer.models.registry import load_model
 from elastic_trainer.observability.record import CONFIG_FILE
 from elastic_trainer.observability.runs import (
@@ -51,10 +52,11 @@ def training_batches(
         first_update=first,
         num_epochs=config.train.num_epochs,
     )
-    return [
-        (info, [{k: torch.from_numpy(v) for k, v in fields.items()} for fields in microbatches])
-        for _, (info, microbatches) in zip(range(first, last + 1), stream, strict=False)
-    ]
+    with decoders.kept():
+        return [
+            (info, [{k: torch.from_numpy(v) for k, v in fields.items()} for fields in microbatches])
+            for _, (info, microbatches) in zip(range(first, last + 1), stream, strict=False)
+        ]
 
 
 def _awake(config: Config) -> Config:

@@ -183,8 +183,11 @@ def _expected(run_dir: Path) -> Iterator[tuple[int, list[list[str]]]]:
     # Needed at the end only, and slow to import.
     from elastic_trainer.actors.loader import update_batch_size
     from elastic_trainer.data.batches import BatchStream
+    from elastic_trainer.data.media.decoders import kept
 
     config = load_config(run_dir / CONFIG_FILE)
     size, epochs = update_batch_size(config), config.train.num_epochs
-    for info, _ in BatchStream(config, "train", size, None, first_update=1, num_epochs=epochs):
-        yield info.update, [list(m.sample_ids) for m in info.microbatches]
+    stream = BatchStream(config, "train", size, None, first_update=1, num_epochs=epochs)
+    with kept():
+        for info, _ in stream:
+            yield info.update, [list(m.sample_ids) for m in info.microbatches]

@@ -1,6 +1,7 @@
 """Small datasets for the tests of the data package."""
 
 import io
+import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ import soundfile
 from PIL import Image
 
 from elastic_trainer.config import Config, DataConfig, ModelConfig, PipelineConfig, TrainConfig
+from elastic_trainer.data.media import decoders
+from elastic_trainer.data.media.decoding import File, Files
 from elastic_trainer.data.tokenizer import Tokenizer, train_bpe
 
 TEXTS = [
@@ -139,3 +142,53 @@ def tar() -> Callable[..., bytes]:
 @pytest.fixture(scope="session")
 def deb() -> Callable[[Path, Mapping[str, bytes]], Path]:
     return write_deb
+
+
+# A decoder for which some pictures are deadly, as a mistake in a codec may be.
+DEADLY_DECODER = """
+import os, signal, sys, threading
+from elastic_trainer.data.media import decoder_process, decoding
+make = decoding.make
+def deadly(files, limits):
+    for file in files.get("image", ()):
+        word, _, place = (file.data or b"").partition(b" ")
+        if word == b"segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if word == b"exit":
+            os._exit(3)
+        if word == b"hang":
+            place and open(place, "w").close()
+            threading.Event().wait()
+        if word == b"mistake":
+            raise ZeroDivisionError("a mistake of ours")
+        if word == b"once" and not os.path.exists(place):
+            open(place, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+    kept = [f for f in files.get("image", ()) if not (f.data or b"").startswith(b"once")]
+    return make({**files, "image": kept}, limits)
+decoding.make = deadly
+decoder_process.main(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def deadly_decoder(tmp_path: Path) -> Path:
+    """What to run as a decoder for which some pictures are deadly."""
+    path = tmp_path / "deadly_decoder.py"
+    path.write_text(DEADLY_DECODER)
+    return path
+
+
+@pytest.fixture
+def deadly(deadly_decoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoders are such ones."""
+    monkeypatch.setattr(decoders, "COMMAND", (sys.executable, str(deadly_decoder)))
+
+
+@pytest.fixture
+def files(picture: Callable[..., bytes], sound: Callable[..., bytes]) -> Callable[[int], Files]:
+    """The files of sample `n`: a picture and up to two clips."""
+    return lambda n: {
+        "image": [File(picture(100 + 10 * n, 80, 9 * n % 256))],
+        "audio": [File(sound(3000 + 100 * n))] * (n % 3),
+    }
