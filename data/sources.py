@@ -124,6 +124,7 @@ class ParquetSource:
     def _read_schemas(self) -> None:
         """See that every file has the columns, and how large its row groups are."""
         self._cache: OrderedDict[int, pa.Table] = OrderedDict()
+        self._plain: dict[tuple[int, str], list[Any]] = {}
         self.types: dict[str, Any] = {}
         self.groups: list[RowGroup] = []
         for number, metadata in enumerate(self._metadata):
@@ -142,6 +143,14 @@ class ParquetSource:
         """One cell as a pyarrow scalar, null only where its column is nullable."""
         group, inside = self._find(row)
         return self._group(group).column(column)[inside]
+
+    def plain(self, row: int, column: str) -> Any:
+        """The same as a Python object; for columns of small cells, all of which are kept so."""
+        group, inside = self._find(row)
+        table = self._group(group)
+        if (cells := self._plain.get((group, column))) is None:
+            cells = self._plain[group, column] = table.column(column).to_pylist()
+        return cells[inside]
 
     def where(self, row: int) -> str:
         """A row as a message names it."""
@@ -208,6 +217,8 @@ class ParquetSource:
         while kept > self._cache_bytes and len(self._cache) > 1:
             dropped, _ = self._cache.popitem(last=False)
             kept -= self.groups[dropped].num_bytes
+            for column in self.columns:
+                self._plain.pop((dropped, column), None)
         return table
 
     def _load(self, number: int) -> Any:

@@ -45,7 +45,7 @@ FIELDS_OF = {
 }
 _TEXTS = 4096  # whose tokens are kept: each is wanted for its size first, and then for itself
 _CHUNK = 8  # samples that a decoder gets at a time: handing over costs time, too
-_CHUNKS_AHEAD = 2  # per decoder, under way or waiting to be collected
+_CHUNKS_AHEAD = 4  # per decoder, under way or waiting to be collected
 _PATIENCE = 1 / 4  # of the stall limit, with which a sample is decoded: it may be tried twice
 _LEAST_PATIENCE_S = 5.0  # the machine may be busy
 
@@ -298,7 +298,7 @@ class MediaSamples:
             return []
         names = [self._names[name] for name in SIZE_COLUMNS[kind]]
         if all(name in self._light.columns for name in names):
-            return sizes_in(*(self._light.value(row, name).as_py() for name in names))
+            return sizes_in(*(self._light.plain(row, name) for name in names))
         found = []
         for file in self._files(row, kind):
             try:
@@ -311,7 +311,7 @@ class MediaSamples:
         column = self._names[name]
         if column not in self._light.columns:
             return None
-        return self._light.value(row, column).as_py()
+        return self._light.plain(row, column)
 
     def _where(self, row: int) -> str:
         named = self._light_value(row, "id")
