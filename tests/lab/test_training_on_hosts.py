@@ -210,6 +210,7 @@ soak = pytest.mark.soak
 
 
 def ready(run: LabRun) -> None:
+    run.wait_for(lambda: run.num_updates > 0, "the first updates")
     run.wait_stages(3 if is_fixed(run) else 4)
     run.wait_update(run.num_updates + 2 * COMMIT_EVERY)
 

@@ -104,8 +104,15 @@ def test_readers_share_the_processes(dataset: Callable[[bytes], Path], closed: N
 @pytest.mark.parametrize(
     "word, told",
     [
-        (b"segfault", r"the decoder died of signal 11 \(SIGSEGV\) on it"),
-        (b"hang", "the decoder did not answer within 2 s on it"),
+        pytest.param(
+            b"segfault", r"the decoder died of signal 11 \(SIGSEGV\) on it", id="segfault"
+        ),
+        pytest.param(
+            b"hang",
+            "the decoder did not answer within 2 s on it",
+            marks=pytest.mark.soak,
+            id="hang",
+        ),
     ],
 )
 def test_a_deadly_picture_is_named_or_skipped(
