@@ -1,8 +1,9 @@
 """Processes that decode for a loader: started at the first use, shared, replaced when one dies.
 
 A process of its own for each worker: a codec that crashes or hangs takes no loader with it, and
-nobody waits for the interpreter's lock. Samples are small, answers are large, and both go through a socket
-whose other end only this process has, so that a decoder ends with the loader, however that ends.
+nobody waits for the interpreter's lock. Samples are small, answers are large, and both go through
+a socket whose other end only this process has, so that a decoder ends with the loader, however that
+ends.
 
 What kills a decoder, or makes it hang, costs one sample at the most: the one that it was at is
 tried once more, alone, in a fresh process.
