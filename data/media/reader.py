@@ -45,7 +45,7 @@ FIELDS_OF = {
 }
 _TEXTS = 4096  # whose tokens are kept: each is wanted for its size first, and then for itself
 _CHUNK = 8  # samples that a decoder gets at a time: handing over costs time, too
-_CHUNKS_AHEAD = 4  # per decoder, under way or waiting to be collected
+_CHUNKS_AHEAD = 2  # per decoder, under way or waiting to be collected
 _PATIENCE = 1 / 4  # of the stall limit, with which a sample is decoded: it may be tried twice
 _LEAST_PATIENCE_S = 5.0  # the machine may be busy
 
