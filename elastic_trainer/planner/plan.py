@@ -87,6 +87,7 @@ class _Planner:
         asynchronous = is_asynchronous(self.schedule)
         updates = commit_every(self.num_stages, config.pipeline.commit_every)
         self.groups = [1] * updates if asynchronous else [self.num_microbatches]
+        self.num_steps = sum(self.groups) / self.num_microbatches
         self.costs = [layer.forward_s + layer.backward_s for layer in profile.layers]
         self.memory = MemoryModel(
             profile, self.num_stages, self.schedule, sum(self.groups), num_moments(config)
@@ -161,7 +162,9 @@ class _Planner:
         """Seconds of a step if no stage shared its cores. In which turn stages get a core that they
         share is the kernel's affair: what one cut would gain by the simulated turns is not real.
         """
-        return self._simulate(candidate.cuts, None).makespan_s
+        if not any(self.cores):
+            return candidate.predicted.step_s  # simulated so already
+        return self._simulate(candidate.cuts, None).makespan_s / self.num_steps
 
     def _balanced(self) -> Cuts:
         return partition(
@@ -231,11 +234,10 @@ class _Planner:
     def _candidate(self, cuts: Cuts) -> Candidate:
         """What the simulation and the memory model say of these cuts."""
         timeline = self._simulate(cuts, self.cores)
-        steps = sum(self.groups) / self.num_microbatches
         predicted = Prediction(
-            step_s=timeline.makespan_s / steps,
+            step_s=timeline.makespan_s / self.num_steps,
             bubble_ratio=timeline.bubble_ratio,
-            stage_busy_s=tuple(busy / steps for busy in timeline.busy_s),
+            stage_busy_s=tuple(busy / self.num_steps for busy in timeline.busy_s),
             stage_memory_bytes=self._memory_bytes(cuts),
         )
         return Candidate(cuts, predicted)

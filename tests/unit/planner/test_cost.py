@@ -105,8 +105,10 @@ def test_turns_on_shared_cores_decide_no_cut() -> None:
         send_s_per_byte=2.3e-10,
         link_s=0.0006,
         link_s_per_byte=9.4e-10,
+        forward_cpu_s=0.00037,
+        backward_cpu_s=0.00017,
+        send_cpu_s=0.00041,
     )
-    over = replace(over, forward_cpu_s=0.00037, backward_cpu_s=0.00017, send_cpu_s=0.00041)
     config = Config(
         pipeline=PipelineConfig(microbatch_size=4), train=TrainConfig(global_batch_size=32)
     )
