@@ -20,7 +20,8 @@ class Snapshots:
         self._generation = 0
         self._newest: dict[WorkerId, int] = {}
         self._ordered: set[int] = set()
-        self._costs: dict[int, tuple[float, float]] = {}  # seconds: of the snapshot, of its segment
+        # Seconds: stood still for it, spent beside the compute thread, of its segment.
+        self._costs: dict[int, tuple[float, float, float]] = {}
 
     def begin(self, plan: Plan) -> None:
         """A generation begins: what was copied before counts no more."""
@@ -39,8 +40,9 @@ class Snapshots:
         """All stages have reported of a segment."""
         if segment.snapshot:
             cost_s = max(report.snapshot_s for report in reports)
+            behind_s = max(report.behind_s for report in reports)
             wall_s = max(report.wall_s for report in reports)
-            self._costs[segment.last_update] = cost_s, wall_s
+            self._costs[segment.last_update] = cost_s, behind_s, wall_s
         for report in reports:
             self.told(report.worker, report.snapshot_update)
         self._check()
@@ -55,12 +57,16 @@ class Snapshots:
         complete = min(self._newest.values(), default=-1)
         if complete <= self.stored or complete not in self._costs:
             return  # nothing new, or the reports that say what it has cost are yet to come
-        cost_s, segment_s = self._costs[complete]
+        cost_s, behind_s, segment_s = self._costs[complete]
         self._costs = {u: cost for u, cost in self._costs.items() if u > complete}
         self._ordered = {u for u in self._ordered if u > complete}
         self.stored = complete
         self._report(
             ev.SnapshotStored(
-                generation=self._generation, update=complete, cost_s=cost_s, segment_s=segment_s
+                generation=self._generation,
+                update=complete,
+                cost_s=cost_s,
+                behind_s=behind_s,
+                segment_s=segment_s,
             )
         )

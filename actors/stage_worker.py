@@ -228,15 +228,13 @@ class StageWorker:
             return report
         states = runtime.layer_states()
         self._state.offer(runtime.committed, states, _facts(runtime))
-        begin = time.monotonic()
         if segment.snapshot:
             self._at(f"the snapshot after update {runtime.committed}")
-            self._state.snapshot(runtime.committed, states, _facts(runtime))
-        return replace(
-            report,
-            snapshot_s=time.monotonic() - begin if segment.snapshot else 0.0,
-            snapshot_update=self._state.acknowledged,
-        )
+            taken_s, behind_s = self._state.snapshot(runtime.committed, states, _facts(runtime))
+            if self.device.type != "cpu":
+                behind_s = 0.0  # not on what computes
+            report = replace(report, snapshot_s=taken_s, behind_s=behind_s)
+        return replace(report, snapshot_update=self._state.acknowledged)
 
     def save(self, generation: int, update: int, root: str) -> Mapping[str, Any] | str:
         """Snapshot the state after `update` to host memory; a thread writes it to `root`.

@@ -195,7 +195,8 @@ class UpdateReport:
 class StageReport:
     """What one stage measured in one segment. `busy_s` maps a phase to seconds:
     forward, backward, optimizer, send, recv, idle. `snapshot_s` is what the snapshot at its end
-    took of the compute thread; `snapshot_update` the newest update whose snapshot the buddy has.
+    took of the compute thread; `behind_s` what moving state has taken of the cores beside it since
+    the snapshot before; `snapshot_update` the newest update whose snapshot the buddy has.
     """
 
     stage: int
@@ -214,6 +215,7 @@ class StageReport:
     eval_loss_sum: float = 0.0
     eval_num_valid: int = 0
     snapshot_s: float = 0.0
+    behind_s: float = 0.0
     snapshot_update: int = -1
 
 

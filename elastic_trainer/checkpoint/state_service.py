@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _IDLE_S = 1.0  # how long the thread waits before it looks around
 _BRIEFLY_S = 0.1
 _MAX_ASKED = 4  # questions under way to one worker, which has so many answers in memory twice
+_MOVERS = 2  # threads that move state: the service's, and its sockets', which copies as much
 _MAX_PARKED = 1024  # questions of peers that are not known yet
 
 
@@ -89,6 +90,7 @@ class StateService:
         self._num_asked = 0
         self._error: Exception | None = None
         self._closed = False
+        self._worked_s = self._told_s = 0.0  # processor time of the thread: in all, as told
         self._thread = threading.Thread(target=self._serve, name="state", daemon=True)
         self._thread.start()
 
@@ -195,21 +197,29 @@ class StateService:
 
     def snapshot(
         self, update: int, states: Mapping[LayerName, LayerState], facts: Mapping[str, Any]
-    ) -> None:
-        """Copy these states now, and send the copies to the buddy behind the caller's back."""
+    ) -> tuple[float, float]:
+        """Copy these states now, and send the copies to the buddy behind the caller's back.
+
+        Returns:
+            How long copying took, and what moving state has taken of the processor behind the
+            caller's back since the snapshot before; in seconds.
+        """
+        begin = time.monotonic()
         copied = {layer: host_copy(state) for layer, state in states.items()}
         with self._lock:
             self.copies.put(self.worker, update, copied, facts)
             self._outbox.clear()  # of an older snapshot; the buddy drops what it has of it
             if self._buddy is None:
                 self._acknowledged = update
-                return
-            layers = tuple(copied)
-            self._outbox.extend(
-                _Part(self._generation, self._buddy, update, layers, layer, Found(state, facts))
-                for layer, state in copied.items()
-            )
+            else:
+                layers = tuple(copied)
+                self._outbox.extend(
+                    _Part(self._generation, self._buddy, update, layers, layer, Found(state, facts))
+                    for layer, state in copied.items()
+                )
         self._channel.wake()
+        behind_s, self._told_s = _MOVERS * (self._worked_s - self._told_s), self._worked_s
+        return time.monotonic() - begin, behind_s
 
     @property
     def acknowledged(self) -> int:
@@ -294,7 +304,7 @@ class StateService:
 
     def _serve(self) -> None:
         while not self._closed:
-            generation = self._generation
+            generation, self._worked_s = self._generation, time.thread_time()
             try:
                 arrived = self._channel.recv_any(0 if self._outbox else _IDLE_S)
             except TransportError as error:

@@ -145,12 +145,17 @@ class Failed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotStored(Event):
-    """Every layer's state after `update` stands at two places; taking it cost `cost_s` seconds."""
+    """Every layer's state after `update` stands at two places.
+
+    Seconds: training stood still for `cost_s` to take it; cores that compute also spent `behind_s`
+    on moving copies; the segment took `segment_s`.
+    """
 
     generation: int
     update: int
     cost_s: float
     segment_s: float
+    behind_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

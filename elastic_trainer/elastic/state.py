@@ -172,7 +172,7 @@ class State(Course):
             case ev.EvaluationDone() if working:
                 work.evaluation_done(event.update)
             case ev.SnapshotStored() if working:
-                work.pace.stored(event.update, event.cost_s, event.segment_s)
+                work.pace.stored(event.update, event.cost_s + event.behind_s, event.segment_s)
             case _:
                 return []
         return self._advance(now)

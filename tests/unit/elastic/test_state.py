@@ -59,6 +59,26 @@ def test_segments_end_where_evaluation_and_checkpoint_are_due() -> None:
     assert [i.last_update for i in out if isinstance(i, do.RunSegment)] == [6]
 
 
+@pytest.mark.parametrize(("cost_s", "behind_s"), [(0.5, 0.0), (0.0, 0.5)])
+def test_what_snapshots_cost_beside_training_sets_their_pace_too(
+    cost_s: float, behind_s: float
+) -> None:
+    state, out = running_state(goal(max_steps=1000))
+    marks, handed = [], deque(i for i in out if isinstance(i, do.RunSegment))
+    while len(marks) < 30:
+        segment = handed.popleft()
+        marks.append(segment.snapshot)
+        if segment.snapshot:
+            news = ev.SnapshotStored(
+                generation=1, update=segment.last_update, cost_s=cost_s, behind_s=behind_s,
+                segment_s=4.0,
+            )  # fmt: skip
+            state.handle(news, 0.0)
+        done = ev.SegmentDone(generation=1, last_update=segment.last_update)
+        handed.extend(i for i in state.handle(done, 0.0) if isinstance(i, do.RunSegment))
+    assert [i for i, taken in enumerate(marks) if taken] == [0, 9, 18, 27], "0.5 s of 36"
+
+
 def test_without_a_budget_a_lost_worker_fails_the_run_and_is_named() -> None:
     state, _ = running_state(goal(max_failures=0))
     state.handle(ev.SegmentDone(generation=1, last_update=4), 0.0)
