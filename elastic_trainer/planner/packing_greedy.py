@@ -72,7 +72,8 @@ def _distinct(costs: Numbers) -> Numbers:
     """Stages that no other one equals: stages with like costs need to be looked at only once."""
     kept: list[int] = []
     for column in range(costs.shape[1]):
-        if not any(np.allclose(costs[:, column], costs[:, other], 1e-9, 0.0) for other in kept):
+        others = costs[:, kept]
+        if not (abs(costs[:, column, None] - others) <= 1e-9 * others).all(axis=0).any():
             kept.append(column)
     return np.ascontiguousarray(costs[:, kept])
 
@@ -97,7 +98,7 @@ def improve_starts(problem: Problem, count: int) -> Indices | None:
     if best is None:
         return _place(problem, count, np.argsort(-problem.tokens, kind="stable"), by_tokens=True)
     best.polish()
-    return best.assigned
+    return best.assigned.copy()
 
 
 def _starts(costs: Numbers) -> Iterator[tuple[Numbers, bool]]:
@@ -141,18 +142,27 @@ def _place(
 
 
 class _State:
-    """A packing that is being improved: the largest load falls with every exchange."""
+    """A packing that is being improved: the largest load falls with every exchange.
+
+    Batches are small, so that what counts is the number of array operations. Stages come first in
+    arrays. Behind the samples stands, for each microbatch, nothing: what a sample is exchanged for
+    that is given away.
+    """
 
     def __init__(self, problem: Problem, assigned: Indices, count: int) -> None:
         self.problem = problem
-        self.assigned = assigned
         self.count = count
-        self.loads = problem.loads(assigned, count)
+        self.owners = np.concatenate([assigned, np.arange(count)])
+        self.assigned = self.owners[: problem.num_samples]  # the same memory
+        nothing = np.zeros((problem.costs.shape[1], count))
+        self.costs = np.concatenate([problem.costs.T, nothing], axis=1)
+        self.tokens = np.concatenate([problem.tokens, np.zeros(count, np.int64)])
+        self.loads = np.ascontiguousarray(problem.loads(assigned, count).T)
         self.held = np.bincount(assigned, problem.tokens, count)
 
     @property
     def peaks(self) -> Numbers:
-        found: Numbers = self.loads.max(axis=1)
+        found: Numbers = np.maximum.reduce(self.loads)
         return found
 
     def improve(self, goal: float) -> None:
@@ -169,18 +179,19 @@ class _State:
     def polish(self) -> None:
         """Even out the others where one large sample decides the largest load, which stays."""
         limit = float(self.peaks.max()) * (1 + _TINY)
-        means = self.loads.mean(axis=0)
-        settled: set[int] = set()
+        means = self.loads.mean(axis=1)[:, None]
+        enough = (_EVEN * means.max()) ** 2
+        settled = np.zeros(self.count, np.bool_)
         for _ in range(_POLISHES_FOR // self.problem.num_samples):
-            distance = ((self.loads - means) ** 2).sum(axis=1)
-            distance[list(settled)] = -1.0
+            distance = np.add.reduce((self.loads - means) ** 2)
+            distance[settled] = -1.0
             chosen = int(distance.argmax())
-            if distance[chosen] <= (_EVEN * means.max()) ** 2:
+            if distance[chosen] <= enough:
                 return
             if (other := self._even_out(chosen, limit)) is None:
-                settled.add(chosen)
+                settled[chosen] = True
             else:
-                settled -= {chosen, other}
+                settled[chosen] = settled[other] = False
 
     def _exchange(self, worst: int, target: float) -> bool:
         """Swap a sample of the largest microbatch with another's, or give it away."""
@@ -195,30 +206,37 @@ class _State:
     def _even_out(self, chosen: int, limit: float) -> int | None:
         """The exchange that brings this microbatch and another nearest to each other, if any."""
         swaps = _Swaps(self, chosen)
-        value = np.where(swaps.peaks() <= limit, swaps.squares(), np.inf)
+        value = swaps.squares()
+        value[swaps.peaks() > limit] = np.inf
         row, column = divmod(int(value.argmin()), value.shape[1])
-        if not value[row, column] < -_TINY * float((self.loads[chosen] ** 2).sum()):
+        if not value[row, column] < -_TINY * float((self.loads[:, chosen] ** 2).sum()):
             return None
-        self._swap(swaps, row, column)
-        return int(swaps.owners[column])
+        return self._swap(swaps, row, column)
 
-    def _swap(self, swaps: "_Swaps", row: int, column: int) -> None:
-        other = int(swaps.owners[column])
+    def _swap(self, swaps: "_Swaps", row: int, column: int) -> int:
+        """Make an exchange; gives the other microbatch."""
+        other = int(self.owners[column])
         self.assigned[swaps.mine[row]] = other
-        if column < len(swaps.others):
-            self.assigned[swaps.others[column]] = swaps.microbatch
+        if column < len(self.assigned):
+            self.assigned[column] = swaps.microbatch
         self._recount(swaps.microbatch, other)
+        return other
 
     def _divide(self, worst: int, target: float) -> bool:
         """Divide the samples of the largest microbatch and one other anew, in the best way."""
         best: tuple[float, int, Indices, NDArray[np.bool_]] | None = None
-        for other in range(self.count):
-            both = np.flatnonzero((self.assigned == worst) | (self.assigned == other))
-            if other == worst or not 2 < len(both) <= _MOST_IN_PAIR:
+        sizes = np.bincount(self.assigned, minlength=self.count) + (self.assigned == worst).sum()
+        pairs = self.loads + self.loads[:, worst, None]
+        halves = np.maximum.reduce(pairs) / 2  # no division makes less of a pair
+        halves[worst] = np.inf
+        promising = (sizes > 2) & (sizes <= _MOST_IN_PAIR) & (halves < target)
+        for other in promising.nonzero()[0].tolist():
+            if best is not None and halves[other] >= best[0]:
                 continue
+            both = ((self.assigned == worst) | (self.assigned == other)).nonzero()[0]
             choices = _divisions(len(both))
             mine = choices @ self.problem.costs[both]
-            value = np.maximum(mine, self.loads[worst] + self.loads[other] - mine).max(axis=1)
+            value = np.maximum(mine, pairs[:, other] - mine).max(axis=1)
             if limit := self.problem.max_tokens:
                 tokens = choices @ self.problem.tokens[both]
                 rest = self.held[worst] + self.held[other] - tokens
@@ -236,43 +254,35 @@ class _State:
     def _recount(self, *changed: int) -> None:
         # From scratch, so that rounding does not depend on the way there.
         for number in changed:
-            members = self.assigned == number
-            self.loads[number] = self.problem.costs[members].sum(axis=0)
-            self.held[number] = self.problem.tokens[members].sum()
+            members = (self.assigned == number).nonzero()[0]
+            self.loads[:, number] = np.add.reduce(self.problem.costs[members])
+            self.held[number] = np.add.reduce(self.problem.tokens[members])
 
 
 class _Swaps:
-    """All exchanges of a sample of one microbatch (row) with one of another, or with nothing
-    (columns behind those of the samples).
-    """
+    """All exchanges of a sample of one microbatch (row) with what is owned by another (column)."""
 
     def __init__(self, state: _State, microbatch: int) -> None:
-        problem = state.problem
         self.state, self.microbatch = state, microbatch
-        self.mine = np.flatnonzero(state.assigned == microbatch)
-        self.others = np.flatnonzero(state.assigned != microbatch)
-        self.owners = state.assigned[self.others]
-        self.costs, self.tokens = problem.costs[self.others], problem.tokens[self.others]
-        if len(self.mine) > 1:  # then one may leave without another coming
-            targets = np.delete(np.arange(state.count), microbatch)
-            nothing = np.zeros((len(targets), problem.costs.shape[1]))
-            self.owners = np.concatenate([self.owners, targets])
-            self.costs = np.concatenate([self.costs, nothing])
-            self.tokens = np.concatenate([self.tokens, np.zeros(len(targets), np.int64)])
+        is_own = state.owners == microbatch
+        self.mine = is_own[: len(state.assigned)].nonzero()[0]
+        if len(self.mine) == 1:  # it must not go without another coming
+            is_own[len(state.assigned) :] = True
+        self._barred = is_own
+        self._gone = state.costs[:, self.mine, None]
+        self._others = state.loads[:, state.owners]
 
     def peaks(self) -> Numbers:
         """The larger of the two microbatches' largest loads after each; infinite if too long."""
-        state, problem = self.state, self.state.problem
-        value = np.zeros((len(self.mine), len(self.owners)))
-        for stage in range(problem.costs.shape[1]):
-            gone, come = problem.costs[self.mine, stage], self.costs[:, stage]
-            kept = np.add.outer(state.loads[self.microbatch, stage] - gone, come)
-            np.maximum(value, kept, out=value)
-            given = np.add.outer(gone, state.loads[self.owners, stage] - come)
-            np.maximum(value, given, out=value)
-        if limit := problem.max_tokens:
-            more = np.subtract.outer(problem.tokens[self.mine], self.tokens)
-            over = (state.held[self.owners] + more > limit) | (
+        state = self.state
+        kept = (state.loads[:, self.microbatch, None, None] - self._gone) + state.costs[:, None, :]
+        given = self._gone + (self._others - state.costs)[:, None, :]
+        np.maximum(kept, given, out=kept)
+        value: Numbers = np.maximum.reduce(kept)
+        value[:, self._barred] = np.inf
+        if limit := state.problem.max_tokens:
+            more = state.tokens[self.mine, None] - state.tokens
+            over = (state.held[state.owners] + more > limit) | (
                 state.held[self.microbatch] - more > limit
             )
             value[over] = np.inf
@@ -280,12 +290,11 @@ class _Swaps:
 
     def squares(self) -> Numbers:
         """By how much the sum of the squares of all loads grows."""
-        state, costs = self.state, self.state.problem.costs
-        value = np.zeros((len(self.mine), len(self.owners)))
-        for stage in range(costs.shape[1]):
-            change = np.subtract.outer(-costs[self.mine, stage], -self.costs[:, stage])
-            ahead = state.loads[self.microbatch, stage] - state.loads[self.owners, stage]
-            value += 2 * change * (ahead + change)
+        state = self.state
+        change = state.costs[:, None, :] - self._gone
+        ahead = state.loads[:, self.microbatch, None] - self._others
+        change *= ahead[:, None, :] + change
+        value: Numbers = 2 * np.add.reduce(change)
         return value
 
 
