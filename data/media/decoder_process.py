@@ -1,7 +1,8 @@
-"""A process that decodes: `python -m elastic_trainer.data.media.decoder_process FD`.
+"""A process that decodes: `python -m elastic_trainer.data.media.decoder_process SOCKET NOTES`.
 
-It takes chunks of samples from the socket FD and answers each sample by itself, so that whoever
-waits knows on which one it died. It loads neither torch nor Ray nor pyarrow.
+It takes chunks of samples from a socket and answers each chunk as a whole, so that whoever waits is
+woken once. At which sample it is stands in its notes: they outlive it. It loads neither torch nor
+Ray nor pyarrow.
 """
 
 import os
@@ -16,20 +17,25 @@ import traceback
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 from elastic_trainer.data.media import decoding, wire  # noqa: E402
+from elastic_trainer.data.media.notes import Notes  # noqa: E402
 
 READY = "ready"
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, notes_descriptor: int) -> None:
     """Decode until the other end is closed."""
+    notes = Notes(notes_descriptor)
     sock = socket.socket(fileno=descriptor)
     threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
     _yield_like_parent()
     wire.send(sock, READY)
     while True:
         samples, limits = wire.receive(sock)
-        for files in samples:
-            wire.send(sock, _answer(files, limits))
+        answers = []
+        for place, files in enumerate(samples):
+            notes.begin(place)
+            answers.append(_answer(files, limits))
+        wire.send(sock, answers)
 
 
 def _answer(files: decoding.Files, limits: decoding.Limits) -> decoding.Made | Exception:
@@ -56,6 +62,6 @@ def _yield_like_parent() -> None:
 
 if __name__ == "__main__":
     try:
-        main(int(sys.argv[1]))
+        main(*map(int, sys.argv[1:]))
     except (EOFError, OSError):
         os._exit(0)  # nobody waits for an answer

@@ -11,6 +11,7 @@ tried once more, alone, in a fresh process.
 
 import atexit
 import os
+import select
 import signal
 import socket
 import struct
@@ -26,6 +27,7 @@ from weakref import WeakSet
 
 from elastic_trainer.data.media import decoding, wire
 from elastic_trainer.data.media.decoding import Files, Limits, Made
+from elastic_trainer.data.media.notes import Notes
 from elastic_trainer.errors import DataError
 
 P = ParamSpec("P")
@@ -41,7 +43,11 @@ _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class _Lost(Exception):
-    """A decoder has ended, or was ended because it did not answer; how."""
+    """A decoder has ended, or was ended because it did not answer; how, and at which sample."""
+
+    def __init__(self, story: str, place: int) -> None:
+        super().__init__(story)
+        self.place = place
 
 
 class _Decoder:
@@ -49,14 +55,15 @@ class _Decoder:
 
     def __init__(self) -> None:
         self._sock, theirs = socket.socketpair()
+        self._notes = Notes()
         self._sock.settimeout(None)  # whatever the default is: the system keeps the time
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
         theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         try:
             with theirs:
-                self._process = _started(theirs.fileno())
+                self._process = _started(theirs.fileno(), self._notes.descriptor)
         except OSError as error:
-            self._sock.close()
+            self._close()
             raise _no_start(str(error)) from error
         try:
             self._limit(START_S)
@@ -66,22 +73,38 @@ class _Decoder:
             self.end()
             raise _no_start(f"it {story}") from error
 
-    def ask(self, samples: Sequence[Files], limits: Limits, limit_s: float) -> Iterator[Result]:
-        """What becomes of each sample, in turn.
+    def ask(self, samples: Sequence[Files], limits: Limits, limit_s: float) -> list[Result]:
+        """What becomes of each sample.
 
         Raises:
-            _Lost: while it was at the one that follows.
+            _Lost: while it was at one of them.
         """
+        silent = f"did not answer within {limit_s:g} s"
+        self._notes.begin(0)
         try:
             self._limit(limit_s)
             wire.send(self._sock, (samples, limits))
-            for _ in samples:
-                answer = wire.receive(self._sock)
-                if isinstance(answer, Exception) and not isinstance(answer, DataError):
-                    raise answer
-                yield answer
+            self._wait(limit_s, silent)
+            answers: list[Result | Exception] = wire.receive(self._sock)
         except (OSError, EOFError) as error:
-            raise _Lost(self._story(error, f"did not answer within {limit_s:g} s")) from error
+            raise _Lost(self._story(error, silent), self._notes.read()[0]) from error
+        results: list[Result] = []
+        for answer in answers:
+            if isinstance(answer, Exception) and not isinstance(answer, DataError):
+                raise answer
+            results.append(answer)
+        return results
+
+    def _wait(self, limit_s: float, silent: str) -> None:
+        """Until an answer comes, as long as no sample takes more than `limit_s`."""
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        left_s = limit_s
+        while not poll.poll(left_s * 1000):
+            place, taken_s = self._notes.read()
+            left_s = limit_s - taken_s
+            if left_s <= 0:
+                raise _Lost(silent, place)
 
     def kill(self) -> None:
         """End the process; whoever waits for it sees that."""
@@ -92,12 +115,16 @@ class _Decoder:
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):  # the system does not let it go yet
             self._process.wait(_END_S)
-        self._sock.close()
+        self._close()
 
     def forget(self) -> None:
         """Leave it to the process that this one was forked from."""
-        self._sock.close()
+        self._close()
         self._process.returncode = 0  # it is nobody's child here
+
+    def _close(self) -> None:
+        self._sock.close()
+        self._notes.close()
 
     def _limit(self, seconds: float) -> None:
         time = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
@@ -155,19 +182,18 @@ class Decoders:
         if self._threads is None:
             return [decoding.make(files, limits) for files in samples]
         results: list[Result] = []
-        suspect = -1  # the place of the sample at which a decoder was lost
+        suspect = len(samples)  # the place of the sample at which a decoder was lost
         while (done := len(results)) < len(samples):
             decoder = self._take()
-            asked = samples[done : done + 1] if done == suspect else samples[done:]
+            end = max(done + 1, suspect) if suspect >= done else len(samples)
             try:
-                for result in decoder.ask(asked, limits, limit_s):
-                    results.append(result)
+                results += decoder.ask(samples[done:end], limits, limit_s)
             except _Lost as lost:
                 self._drop(decoder)
-                if (at := len(results)) == suspect:
+                if done == suspect:
                     results.append(DataError(f"the decoder {lost} on it", _HINT))
                 else:
-                    suspect = at
+                    suspect = done + min(lost.place, end - done - 1)
             except BaseException:
                 self._drop(decoder)
                 raise
@@ -278,13 +304,13 @@ def _forget() -> None:
     _shared_lock = threading.Lock()
 
 
-def _started(descriptor: int) -> subprocess.Popen[bytes]:
-    """A process that has this end of a socket, and nothing else of ours."""
+def _started(*descriptors: int) -> subprocess.Popen[bytes]:
+    """A process that has this end of a socket, its notes, and nothing else of ours."""
     return subprocess.Popen(
-        [*COMMAND, str(descriptor)],
+        [*COMMAND, *map(str, descriptors)],
         stdin=subprocess.DEVNULL,
         env=_environment(),
-        pass_fds=[descriptor],
+        pass_fds=descriptors,
     )
 
 

@@ -159,15 +159,18 @@ def deadly(files, limits):
         if word == b"hang":
             place and open(place, "w").close()
             threading.Event().wait()
+        if word == b"slow":
+            threading.Event().wait(float(place))
         if word == b"mistake":
             raise ZeroDivisionError("a mistake of ours")
         if word == b"once" and not os.path.exists(place):
             open(place, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
-    kept = [f for f in files.get("image", ()) if not (f.data or b"").startswith(b"once")]
+    harmless = b"once", b"slow"
+    kept = [f for f in files.get("image", ()) if not (f.data or b"").startswith(harmless)]
     return make({**files, "image": kept}, limits)
 decoding.make = deadly
-decoder_process.main(int(sys.argv[1]))
+decoder_process.main(*map(int, sys.argv[1:]))
 """
 
 

@@ -156,6 +156,12 @@ def test_a_decoder_that_hangs_or_exits_is_told_so(
     assert not isinstance(third, DataError)
 
 
+def test_slow_samples_have_their_time_each(pool: decoders.Decoders, deadly: None) -> None:
+    found = pool.decode([bad(b"slow 1.2")] * 3, LIMITS, 3.0)
+    assert [type(result) for result in found] == [tuple] * 3
+    assert len(pool._all) == 1, "none was lost"
+
+
 def test_a_mistake_of_ours_is_not_blamed_on_the_data(
     pool: decoders.Decoders, deadly: None, files: Callable[[int], Files]
 ) -> None:
