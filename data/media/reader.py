@@ -44,7 +44,7 @@ FIELDS_OF = {
     "audio": frozenset({"frames", "clip_lengths"}),
 }
 _TEXTS = 4096  # whose tokens are kept: each is wanted for its size first, and then for itself
-_CHUNK = 8  # samples that a decoder gets at a time: handing over costs time, too
+_CHUNK = 16  # samples that a decoder gets at a time: it stands still while one is handed over
 _CHUNKS_AHEAD = 2  # per decoder, under way or waiting to be collected
 _PATIENCE = 1 / 4  # of the stall limit, with which a sample is decoded: it may be tried twice
 _LEAST_PATIENCE_S = 5.0  # the machine may be busy
