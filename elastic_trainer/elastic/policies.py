@@ -1,11 +1,13 @@
 """Judgements of the elastic core: budgets, what a change is worth, how often to snapshot."""
 
+import math
 from dataclasses import dataclass
 
 from elastic_trainer.types import Plan
 
 WORTH = 0.02  # share of the predicted step time that a voluntary change must save
 SNAPSHOT_SHARE = 0.015  # of the time, at the interval that is chosen: under 2% with some room
+FAILURES_APART_S = 600.0  # what the interval is chosen for: a bad day for a pipeline on spot nodes
 MAX_SNAPSHOTS_UNDER_WAY = 2
 SILENT_SEGMENTS = 2  # after so many without news of the snapshots before, another one is taken
 
@@ -58,8 +60,13 @@ def worth_it(old: Plan, new: Plan) -> tuple[bool, str]:
 class SnapshotPace:
     """Chooses the segments that end with a snapshot.
 
+    What a snapshot costs is paid at each; what was trained since the last one is lost at a failure.
+    The sum is least where `interval = sqrt(2 * cost * time between failures)` (J. W. Young, A first
+    order approximation to the optimum checkpoint interval, CACM 17(9), 1974). Expensive ones are
+    rarer than that, so that they stay below their share of the time.
+
     Args:
-        every: segments between two; 0: so many that snapshots stay cheap; -1: never.
+        every: segments between two; 0: as often as pays; -1: never.
     """
 
     def __init__(self, every: int) -> None:
@@ -98,7 +105,8 @@ class SnapshotPace:
             return segments >= self._every
         if self._update_s <= 0:  # no news of what one costs
             return segments > SILENT_SEGMENTS
-        return self._updates * self._update_s * SNAPSHOT_SHARE >= self._cost_s
+        best_s = math.sqrt(2 * self._cost_s * FAILURES_APART_S)
+        return self._updates * self._update_s >= max(best_s, self._cost_s / SNAPSHOT_SHARE)
 
     def stored(self, update: int, cost_s: float, segment_s: float) -> None:
         """A snapshot stands at two places."""

@@ -223,7 +223,7 @@ class SimCluster:
         stored.update(layers)
         if len(stored) == self.layers:
             event = ev.SnapshotStored(
-                generation=generation, update=update, cost_s=0.01, segment_s=1.0
+                generation=generation, update=update, cost_s=1e-4, segment_s=1.0
             )
             self.post(event)
 

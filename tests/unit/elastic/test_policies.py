@@ -92,7 +92,25 @@ def test_the_interval_that_is_chosen_costs_less_than_two_percent(
     assert num_taken >= 2, "it must not give up either"
     assert spent / (1000 * length * update_s) < 0.02
     gaps = {b - a for a, b in zip(taken[1:], taken[2:], strict=False)}
-    assert all(gap - length < cost_s / (0.015 * update_s) for gap in gaps), "no rarer than needed"
+    rarest = max(cost_s / 0.015, (2 * cost_s * 600) ** 0.5) / update_s
+    assert all(gap - length < rarest for gap in gaps), "no rarer than needed"
+
+
+@pytest.mark.parametrize("cost_s", [0.002, 0.02, 0.1])
+def test_no_other_interval_loses_less_when_failures_are_ten_minutes_apart(cost_s: float) -> None:
+    pace, update_s, updates, taken = SnapshotPace(0), 0.01, 200_000, 0
+    for update in range(1, updates + 1):
+        if pace.choose(update, update):
+            taken += 1
+            pace.stored(update, cost_s=cost_s, segment_s=update_s)
+
+    def lost_s(interval_s: float) -> float:
+        """Per failure: for snapshots, and of training since the last one."""
+        return cost_s * 600 / interval_s + interval_s / 2
+
+    interval_s = updates * update_s / taken
+    others = [interval_s * factor for factor in (0.5, 0.7, 0.9, 1.1, 1.4, 2.0)]
+    assert all(lost_s(interval_s) < lost_s(other) for other in others)
 
 
 def test_a_new_generation_begins_with_a_snapshot() -> None:
