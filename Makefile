@@ -36,7 +36,7 @@ check: $(STAMP)  ## Lint, types, import contracts, generated files
 	$(BIN)/lint-imports
 
 unit: $(STAMP)  ## Run the tests
-	$(BIN)/pytest -m "not soak" -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/pytest -m "not soak" -n $(JOBS) --dist loadfile --durations 25 --durations-min 5 $(ARGS)
 
 soak: $(STAMP)  ## Run the long tests
 	$(BIN)/pytest -m soak $(ARGS)
