@@ -64,7 +64,8 @@ def test_what_snapshots_cost_beside_training_sets_their_pace_too(
     cost_s: float, behind_s: float
 ) -> None:
     state, out = running_state(goal(max_steps=1000))
-    marks, handed = [], deque(i for i in out if isinstance(i, do.RunSegment))
+    marks = list[bool]()
+    handed = deque(i for i in out if isinstance(i, do.RunSegment))
     while len(marks) < 30:
         segment = handed.popleft()
         marks.append(segment.snapshot)
