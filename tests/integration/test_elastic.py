@@ -196,12 +196,15 @@ def test_a_spare_takes_the_place_of_the_lost(cluster: Cluster, tmp_path: Path) -
         wait_for(lambda: holders(run_dir).get(1) == spare, "the spare has the stage")
         after = holders(run_dir)
         assert {s: w for s, w in after.items() if s != 1} == {0: before[0], 2: before[2]}
+        goes_on(run_dir)
+        told(run_dir, lambda c: c.stop("seen enough"))
 
     background = beside(run_dir, kill, 3)
-    config = emulated(200, elastic={**PATIENT, "num_spares": 1})
+    config = emulated(100_000, elastic={**PATIENT, "num_spares": 1})
     result = train(cluster, run_dir, config, "3")
     background.result(LIMIT_S)
-    assert_undisturbed(run_dir, result, 200)
+    assert result.status == "stopped", result
+    assert_undisturbed(run_dir, replace(result, status="completed"), result.update)
     assert len(set(names)) == 2
 
 
