@@ -15,6 +15,7 @@ _TINY = 1e-9
 _SMALL = 64  # samples; so few are packed more carefully, as there is less to even out
 _ENOUGH = {True: 0.002, False: 0.01}  # above the least possible, for small batches and others
 _STARTS_FOR, _MOST_STARTS = 192, 24  # samples times starts
+_LEAST_STARTS = 4  # of a large batch, too, if the first does not come near enough
 _EXCHANGES_PER_MICROBATCH = 8
 _POLISHES_FOR = 8192  # samples times exchanges
 _EVEN = 0.005  # distance from the mean at which a microbatch is left alone
@@ -84,7 +85,7 @@ def improve_starts(problem: Problem, count: int) -> Indices | None:
     goal = problem.bound(count) * (1 + _ENOUGH[small])
     best: _State | None = None
     best_peak = np.inf
-    most = min(_MOST_STARTS, max(1, _STARTS_FOR // problem.num_samples))
+    most = min(_MOST_STARTS, max(_LEAST_STARTS, _STARTS_FOR // problem.num_samples))
     for number, (key, power) in enumerate(_starts(problem.costs)):
         if number >= most or best_peak <= goal:
             break
