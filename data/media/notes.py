@@ -3,7 +3,6 @@
 import mmap
 import os
 import struct
-import tempfile
 import time
 
 _NOTE = struct.Struct("<qd")  # place of a sample, and when it was begun
@@ -18,9 +17,9 @@ class Notes:
 
     def __init__(self, descriptor: int | None = None) -> None:
         if descriptor is None:
-            with tempfile.TemporaryFile() as file:
-                file.truncate(_NOTE.size)
-                descriptor = os.dup(file.fileno())
+            # Not a file on disk: to write where that is full would kill the process.
+            descriptor = os.memfd_create("decoder-notes")
+            os.truncate(descriptor, _NOTE.size)
         self.descriptor = descriptor
         self._memory = mmap.mmap(descriptor, _NOTE.size)
 
