@@ -35,9 +35,8 @@ check: $(STAMP)  ## Lint, types, import contracts, generated files
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The files in their order, long ones of tests/integration first: both workers end together.
 unit: $(STAMP)  ## Run the tests
-	$(BIN)/pytest -m "not soak" -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 25 --durations-min 5 $(ARGS)
+	$(BIN)/pytest -m "not soak" -n $(JOBS) --dist loadfile --durations 25 --durations-min 5 $(ARGS)
 
 soak: $(STAMP)  ## Run the long tests
 	$(BIN)/pytest -m soak $(ARGS)

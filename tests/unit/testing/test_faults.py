@@ -12,7 +12,7 @@ import pytest
 
 from elastic_trainer.config import Config
 from elastic_trainer.errors import ConfigError, ElasticTrainerError, FencedError, StallError
-from elastic_trainer.schedule.actions import Kind
+from elastic_trainer.schedule.actions import Action, Kind
 from elastic_trainer.schedule.build import build
 from elastic_trainer.schedule.culprit import find_culprits
 from elastic_trainer.schedule.segment import Segment
@@ -213,7 +213,15 @@ def test_what_only_takes_time_changes_no_bit(text: str, monkeypatch: pytest.Monk
         slept.append(seconds)
         sleep(seconds)
 
+    spent: list[float] = []
+    pace = injector._pace
+
+    def paced(action: Action, spent_s: float) -> None:
+        spent.append(spent_s)
+        pace(action, spent_s)
+
     monkeypatch.setattr(faults, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
+    monkeypatch.setattr(injector, "_pace", paced)
     found = []
     for injectors in ({}, {0: injector}):
         made = pipeline("1f1b", injectors)
@@ -228,8 +236,8 @@ def test_what_only_takes_time_changes_no_bit(text: str, monkeypatch: pytest.Monk
         # What it took counts as work of the stage, as on a machine that is slow.
         busy_s = sum(found[1][2].busy_s.values())
         assert busy_s > sum(slept)
-        if injector.fired[0].fault.factor is not None:
-            assert sum(slept) > busy_s / 2, "two thirds, but for what is not counted"
+        if (factor := injector.fired[0].fault.factor) is not None:
+            assert sum(slept) == pytest.approx((factor - 1) * sum(spent)) and sum(spent) > 0
     else:
         assert len(injector.fired) == 1
         assert found[1][1] > 0.2
