@@ -201,8 +201,7 @@ class StateService:
         """Copy these states now, and send the copies to the buddy behind the caller's back.
 
         Returns:
-            How long copying took, and what moving state has taken of the processor behind the
-            caller's back since the snapshot before; in seconds.
+            Seconds of copying, and of the processor behind that back since the snapshot before.
         """
         begin = time.monotonic()
         copied = {layer: host_copy(state) for layer, state in states.items()}

@@ -99,7 +99,7 @@ def improve_starts(problem: Problem, count: int) -> Indices | None:
     if best is None:
         return _place(problem, count, np.argsort(-problem.tokens, kind="stable"), by_tokens=True)
     best.polish()
-    return best.assigned.copy()
+    return best.assigned
 
 
 def _starts(costs: Numbers) -> Iterator[tuple[Numbers, bool]]:
