@@ -24,7 +24,7 @@ from elastic_trainer.version import __version__
 SHIPPED_MODELS = "elastic_trainer.models.registry"
 SEGMENT_S = 2.0  # a synchronous segment lasts about this long
 MAX_SEGMENT_UPDATES = 64
-PROFILE_FORMAT = 3  # counts up when profiles measure something else
+PROFILE_FORMAT = 4  # counts up when profiles measure something else
 
 
 def cache_folder() -> Path:
@@ -68,6 +68,7 @@ def profile_key(
         "threads": config.numerics.threads_per_stage,
         "device_class": description["device_class"],
         "optim": config.optim.name,
+        "split_backward": config.pipeline.split_backward,
         "format": PROFILE_FORMAT,
         "version": __version__,
     }

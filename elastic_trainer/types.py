@@ -23,8 +23,9 @@ class LayerProfile:
     """What one layer costs for one full microbatch on one class of device.
 
     `activation_bytes` cross the wire to the next layer; `saved_bytes` stay alive between a
-    microbatch's forward and its backward, the layer's input included. `optimizer_s` is for one
-    step on the layer's parameters. The seconds named `cpu` are those of them that need a core.
+    microbatch's forward and its backward, the layer's input included. `late_s` are those of
+    `backward_s` after which the gradient of the layer's input could have left. `optimizer_s` is for
+    one step on the layer's parameters. The seconds named `cpu` are those of them that need a core.
     """
 
     name: LayerName
@@ -33,9 +34,11 @@ class LayerProfile:
     activation_bytes: int
     saved_bytes: int
     parameter_bytes: int
+    late_s: float = 0.0
     optimizer_s: float = 0.0
     forward_cpu_s: float = 0.0
     backward_cpu_s: float = 0.0
+    late_cpu_s: float = 0.0
     optimizer_cpu_s: float = 0.0
 
 

@@ -180,6 +180,10 @@ class PipelineConfig:
     cuts: list[int] = _doc(
         [], "Index of the first layer of each stage but the first; empty: balanced by profile."
     )
+    split_backward: bool = _doc(
+        True,
+        "Send a stage's input gradient before computing those of its weights. It changes no bit.",
+    )
     commit_every: int = _doc(
         0, "Asynchronous only: updates between two drains; 0: so many that they cost under 2%."
     )

@@ -56,7 +56,7 @@ def measure_stage(config: Config, activation: Tensor) -> Overheads:
     stage = Stage(
         StagePlan(stage=1, first=1, stop=2, worker=""), 3, model, config, activation.device
     )
-    stage.set_training(True)
+    stage.begin(training=True)
     forward: list[Taken] = []
     backward: list[Taken] = []
     for index in range(REPEATS):

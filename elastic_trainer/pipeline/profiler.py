@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from elastic_trainer.config import Config
 from elastic_trainer.models.layers import ModelSpec, build_layer, first_input, layer_kwargs
+from elastic_trainer.pipeline.late import LateGradients
 from elastic_trainer.pipeline.optim import build_optimizer, take_step
 from elastic_trainer.pipeline.overheads import Taken, measure_stage
 from elastic_trainer.pipeline.reduce import parameter_norms
@@ -88,8 +89,11 @@ def _measure(
     device = parameters[0].device if parameters else next(iter(fields.values())).device
     spec, leaves = flatten(value)
     optimizer = build_optimizer(parameters, config.optim)
+    late = LateGradients()
+    if config.pipeline.split_backward and not config.model.recompute:
+        late.take_over([module])
     forward: list[Taken] = []
-    backward: list[Taken] = []
+    backward: list[tuple[Taken, Taken]] = []  # the whole, and what of it comes late
     step: list[Taken] = []
     saved_bytes, wire_bytes = 0, 0
     for _ in range(REPEATS):
@@ -102,29 +106,42 @@ def _measure(
                 _, outputs = flatten(out)
                 roots = [loss(out, fields)] if loss else outputs
             forward.append(_since(begin, device))
-        roots = [t for t in roots if t.requires_grad]
-        begin = _now(device)
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-        backward.append(_since(begin, device))
+        backward.append(_backward([t for t in roots if t.requires_grad], late, device))
         step.append(_step(optimizer, parameters, device))
         for parameter in parameters:
             parameter.grad = None
         own = {p.untyped_storage().data_ptr() for p in parameters}
         saved_bytes = sum(size for pointer, size in saved.items() if pointer not in own)
         wire_bytes = sum(t.numel() * t.element_size() for t in outputs)
+    late.release()
+    whole, rest = min(backward)
     return LayerProfile(
         name="",
         forward_s=min(forward)[0],
-        backward_s=min(backward)[0],
+        backward_s=whole.seconds,
+        late_s=rest.seconds,
         optimizer_s=min(step)[0],
         forward_cpu_s=min(forward)[1],
-        backward_cpu_s=min(backward)[1],
+        backward_cpu_s=whole.cpu_s,
+        late_cpu_s=rest.cpu_s,
         optimizer_cpu_s=min(step)[1],
         activation_bytes=wire_bytes,
         saved_bytes=max(saved_bytes, sum(t.numel() * t.element_size() for t in leaves)),
         parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
     )
+
+
+def _backward(
+    roots: Sequence[Tensor], late: LateGradients, device: torch.device
+) -> tuple[Taken, Taken]:
+    """What a backward takes, and what of it comes late."""
+    begin = _now(device)
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+    middle = _now(device)
+    late.finish()
+    end = _now(device)
+    return end.since(begin), end.since(middle)
 
 
 def _step(

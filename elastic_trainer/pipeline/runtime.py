@@ -119,7 +119,7 @@ class StageRuntime:
         training = segment.kind == "train"
         self.waits_for = None
         with self._computing():
-            self._layers.set_training(training)
+            self._layers.begin(training=training)
         if training:
             self.at_commit_point = False
             self._weights.begin()
@@ -147,10 +147,10 @@ class StageRuntime:
             hooks.before(action)
             handler = handlers.get(action.kind)
             if handler is not None:
-                tally.start()
+                tally.start(action.kind)
                 handler(action, tally)
                 hooks.pace(action, tally.spent_s)
-                tally.stop(action.kind)
+                tally.stop()
             hooks.after(action)
         self.progress = len(actions)
 
@@ -281,6 +281,9 @@ class StageRuntime:
     def _do_send_gradient(self, action: Action, tally: Tally) -> None:
         grads = tally.gradients.pop(action.microbatch)
         self._send("B", action.microbatch, self.stage - 1, without_gaps(grads), tally)
+        tally.turn(Kind.B)
+        with self._computing():
+            self._layers.finish_backward()
 
     def _do_send_tied_gradient(self, action: Action, tally: Tally) -> None:
         assert action.peer is not None and tally.last_use is not None
@@ -337,10 +340,7 @@ class StageRuntime:
     def release_modules(self) -> Mapping[str, nn.Module]:
         """This stage's layers, with the newest weights, for the runtime that takes its place."""
         self._weights.install_newest()
-        for module in self._layers.layers.values():
-            for parameter in module.parameters():
-                parameter.grad = None
-        return self._layers.layers
+        return self._layers.release()
 
     def interrupt(self, error: Exception) -> None:
         """Make the running segment, and later ones, end with `error`; from any thread."""
@@ -388,6 +388,7 @@ class StageRuntime:
         if all(grad is None or is_finite(grad) for grad in grads):
             return
         update, index = tally.where[j]
+        self._layers.finish_backward()
         layer = self._weights.layer_with_bad_gradient(use)
         raise reduce.not_finite(update, index, layer, self.stage, "gradient")
 

@@ -29,6 +29,7 @@ from elastic_trainer.models.layers import (
     layer_key,
     layer_kwargs,
 )
+from elastic_trainer.pipeline.late import LateGradients
 from elastic_trainer.pipeline.reduce import not_finite
 from elastic_trainer.transport.tree import Spec, Tree, flatten, unflatten
 from elastic_trainer.types import StagePlan
@@ -89,6 +90,11 @@ class Stage:
         self.layers = build_layers(model, plan.first, plan.stop, self._seed, device, given)
         self._specs = model.layers[plan.first : plan.stop]
         self._modules = list(self.layers.values())
+        self._late = LateGradients()
+        # Nobody waits for the first stage; recompute exists to keep less than this needs.
+        splits = config.pipeline.split_backward and not self._recompute
+        if splits and not self.is_first:
+            self._late.take_over(self._modules)
         self._mutable: dict[str, list[Tensor]] = {}
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -102,10 +108,19 @@ class Stage:
         """Whether this stage gets fields of the microbatch from the loader."""
         return self.is_first or self.is_last or any(spec.batch_fields for spec in self._specs)
 
-    def set_training(self, training: bool) -> None:
-        """Switch dropout and the like."""
+    def begin(self, *, training: bool) -> None:
+        """Start a segment: switch dropout and the like, and drop what an interrupted one left."""
+        self._late.forget()
         for module in self._modules:
             module.train(training)
+
+    def release(self) -> dict[str, nn.Module]:
+        """The layers, without gradients and as they were given or built; this stage is over."""
+        self._late.release()
+        for module in self._modules:
+            for parameter in module.parameters():
+                parameter.grad = None
+        return self.layers
 
     def forward(
         self,
@@ -140,8 +155,9 @@ class Stage:
     def backward(self, held: Held, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Propagate gradients of `held.outputs`; gives those of the stage's inputs.
 
-        Gradients of parameters add up on the leaves that the forward used; with recompute the
-        modules must hold those leaves again.
+        Gradients of parameters add up on the leaves that the forward used, those of linear maps in
+        `finish_backward`, before the next one; with recompute the modules must hold those leaves
+        again.
         """
         if not held.trees:
             try:
@@ -151,6 +167,10 @@ class Stage:
         elif grads:
             self._backward_by_layer(held, grads)
         return [leaf.grad for leaf in held.inputs]
+
+    def finish_backward(self) -> None:
+        """Compute the gradients of weights that the last `backward` has left for later."""
+        self._late.finish()
 
     def _enter(
         self, activation: Activation | None, fields: Mapping[str, Tensor]

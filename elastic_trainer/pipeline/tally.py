@@ -69,6 +69,8 @@ class Tally:
         self._received_before = link.bytes_received
         self._waited = 0.0
         self._waited_before = 0.0
+        self._phase = ""
+        self._counted = 0.0
         self._began = self._started = _clock()
 
     def position(self, microbatch: int) -> int:
@@ -79,8 +81,10 @@ class Tally:
         """Valid items of the whole update that the microbatch belongs to."""
         return self.segment.batches[self._position[microbatch]].num_valid
 
-    def start(self) -> None:
+    def start(self, kind: Kind) -> None:
         """An action starts."""
+        self._phase = _PHASE_OF[kind]
+        self._counted = 0.0
         self._started = _clock()
         self._waited_before = self._waited
 
@@ -88,9 +92,16 @@ class Tally:
         """What the action has taken so far, without its waits."""
         return _clock() - self._started - (self._waited - self._waited_before)
 
-    def stop(self, kind: Kind) -> None:
+    def turn(self, kind: Kind) -> None:
+        """What follows of the action counts as of this kind."""
+        spent_s = self.spent_s()
+        self._busy[self._phase] += spent_s - self._counted
+        self._counted = spent_s
+        self._phase = _PHASE_OF[kind]
+
+    def stop(self) -> None:
         """The action is over: what it did not wait counts for its phase."""
-        self._busy[_PHASE_OF[kind]] += self.spent_s()
+        self._busy[self._phase] += self.spent_s() - self._counted
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

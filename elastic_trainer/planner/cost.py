@@ -24,16 +24,20 @@ class StageCosts:
         def total(name: str, beside: float = 0.0) -> list[float]:
             return [math.fsum(getattr(x, name) for x in layers[a:b]) + beside for a, b in ranges]
 
+        # The first stage has nobody to whom it would send a gradient early.
+        self._late = [0.0, *total("late_s")[1:]]
+        late_cpu = [0.0, *total("late_cpu_s")[1:]]
         self._seconds = {
             Kind.F: total("forward_s", over.forward_s),
-            Kind.B: total("backward_s", over.backward_s),
+            Kind.B: _minus(total("backward_s", over.backward_s), self._late),
             Kind.OPT: total("optimizer_s"),
         }
         self._cpu_seconds = {
             Kind.F: total("forward_cpu_s", over.forward_cpu_s),
-            Kind.B: total("backward_cpu_s", over.backward_cpu_s),
+            Kind.B: _minus(total("backward_cpu_s", over.backward_cpu_s), late_cpu),
             Kind.OPT: total("optimizer_cpu_s"),
         }
+        self._late_cpu = late_cpu
         # A gradient is as big as the activation that it belongs to.
         leaving = [layers[b - 1].activation_bytes for _, b in ranges]
         entering = [0, *leaving]
@@ -42,11 +46,16 @@ class StageCosts:
 
     def duration(self, action: Action) -> float:
         """Seconds for which the action keeps its stage busy."""
-        return self._look_up(action, self._seconds, self._overheads.send_s)
+        return self._look_up(action, self._seconds, self._overheads.send_s) + self.after(action)
 
     def need(self, action: Action) -> float:
         """Seconds of `duration` in which a stage on CPUs needs a core."""
-        return self._look_up(action, self._cpu_seconds, self._overheads.send_cpu_s)
+        needed = self._look_up(action, self._cpu_seconds, self._overheads.send_cpu_s)
+        return needed + (self._late_cpu[action.stage] if action.kind is Kind.SEND_B else 0.0)
+
+    def after(self, action: Action) -> float:
+        """Seconds of `duration` that follow when the message of a SEND has left."""
+        return self._late[action.stage] if action.kind is Kind.SEND_B else 0.0
 
     def _look_up(
         self, action: Action, seconds: Mapping[Kind, Sequence[float]], send_s: float
@@ -62,3 +71,7 @@ class StageCosts:
         if (sizes := self._bytes.get(action.kind)) is None:
             return self._overheads.link_s
         return self._overheads.link_s + self._overheads.link_s_per_byte * sizes[action.stage]
+
+
+def _minus(whole: Sequence[float], part: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(whole, part, strict=True)]

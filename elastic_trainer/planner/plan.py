@@ -250,7 +250,7 @@ class _Planner:
         if cores is not None:
             nodes = [None if found is None else found[0] for found in cores]
             shared = Cores(nodes, dict(found for found in cores if found), costs.need)
-        return simulate(lists, costs.duration, costs.link, shared)
+        return simulate(lists, costs.duration, costs.link, shared, costs.after)
 
     def _memory_bytes(self, cuts: Cuts) -> tuple[int, ...]:
         ranges = _ranges(cuts, self.num_layers)

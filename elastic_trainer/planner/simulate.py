@@ -1,7 +1,8 @@
 """Plays a schedule with durations: when each action starts and ends, and how long stages idle.
 
 Sends are buffered and receives only post, as in the runtime, and links do not queue: a message is
-there `link(send)` seconds after its SEND has ended. Stages on one node may share its cores: an
+there `link(send)` seconds after it has been sent, at the end of its SEND but for what the sender
+does `after` it. Stages on one node may share its cores: an
 action then waits, first come first served, until one is free for the part of it that computes.
 Actions are played in order of time, each once, so long segments cost linear time.
 """
@@ -49,7 +50,7 @@ class Cores:
 
 
 def no_delay(action: Action) -> float:
-    """A link on which messages are there at once."""
+    """A link on which messages are there at once; nothing to be done after one."""
     return 0.0
 
 
@@ -58,6 +59,7 @@ def simulate(
     duration: Callable[[Action], float],
     link: Callable[[Action], float] = no_delay,
     cores: Cores | None = None,
+    after: Callable[[Action], float] = no_delay,
 ) -> Timeline:
     """Play complete lists (messages included).
 
@@ -67,8 +69,9 @@ def simulate(
             on all stages together, its duration after the last has come.
         link: seconds that the message of a SEND travels, during which both stages are free.
         cores: what stages share; None: every stage has a core of its own.
+        after: those of the `duration` of a SEND that come after its message has left.
     """
-    return _Simulation(lists, duration, link, cores).run()
+    return _Simulation(lists, duration, link, cores, after).run()
 
 
 class _Simulation:
@@ -78,12 +81,14 @@ class _Simulation:
         duration: Callable[[Action], float],
         link: Callable[[Action], float],
         cores: Cores | None,
+        after: Callable[[Action], float],
     ) -> None:
         self.lists = lists
         self.need = cores.need if cores else no_delay
         self.free = _free_cores(cores, len(lists)) if cores else [None] * len(lists)
         self.duration = duration
         self.link = link
+        self.after = after
         self.now = [0.0] * len(lists)
         self.busy = [0.0] * len(lists)
         self.start: list[list[float]] = [[] for _ in lists]
@@ -143,7 +148,7 @@ class _Simulation:
             begin = self._take_core(stage, action, begin)
             self._record(stage, begin, begin + seconds, seconds)
             if action.kind in SENDS:
-                self._deliver(action, begin + seconds)
+                self._deliver(action, begin + seconds - self.after(action))
         self._look_ahead(stage)
 
     def _take_core(self, stage: int, action: Action, begin: float) -> float:

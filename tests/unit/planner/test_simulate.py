@@ -39,6 +39,23 @@ def test_the_closed_form_for_any_durations(p: int, m: int, tf: float, tb: float)
     assert timeline.makespan_s == pytest.approx((m + p - 1) * (tf + tb), rel=1e-12)
 
 
+def test_input_gradients_that_leave_first_shorten_the_bubble() -> None:
+    """M(tf+tb) + (P-1)(tf+ti), ti being what a backward does before it sends (Qi et al., 2024)."""
+
+    def after(action: Action) -> float:
+        return 1.0 if action.kind is Kind.SEND_B else 0.0
+
+    def duration(action: Action) -> float:
+        # The first stage has nothing to send: all of its backward is one action.
+        is_early = action.kind is Kind.B and action.stage > 0
+        return plain(action) - is_early + after(action)
+
+    for num_stages, count in itertools.product(range(1, 9), repeat=2):
+        timeline = simulate(build("1f1b", num_stages, [count]), duration, after=after)
+        assert timeline.makespan_s == count * 3.0 + (num_stages - 1) * 2.0
+        assert timeline.busy_s == (count * 3.0,) * num_stages
+
+
 @pytest.mark.parametrize("num_stages", range(1, 9))
 def test_an_asynchronous_segment_fills_and_drains_once(num_stages: int) -> None:
     for count in (1, 5, 40):

@@ -1,0 +1,149 @@
+"""Gradients of weights that are computed after the gradient of a stage's input has been sent.
+
+The previous stage waits for the latter alone. A linear map makes both of the same two tensors, so
+the former can come later without a second pass through the graph. Splitting a backward like this is
+from Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024); here the order of actions stays that
+of the schedule, and with it the number of microbatches in flight.
+
+The kernels, their operands and the order in which gradients add up are autograd's own, so no bit
+changes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+
+class _Use(NamedTuple):
+    """What the gradients of a map are made of: its parameters, its input, its output's gradient."""
+
+    weight: Tensor
+    bias: Tensor | None
+    value: Tensor  # (rows, in)
+    grad: Tensor  # (rows, out)
+
+
+class LateGradients:
+    """Takes over the `nn.Linear` among a stage's modules until `release`.
+
+    The gradients of all others come early: of subclasses, of maps whose parameters another module
+    holds too or somebody watches, of those in compiled code.
+    """
+
+    def __init__(self) -> None:
+        self._linears: list[nn.Linear] = []
+        self._left: list[_Use] = []
+
+    def take_over(self, modules: Iterable[nn.Module]) -> None:
+        """Make the backwards of these modules leave work for `finish`."""
+        everything = list(dict.fromkeys(m for top in modules for m in top.modules()))
+        holders = Counter(id(p) for m in everything for p in m.parameters(recurse=False))
+        for module in everything:
+            # A forward of the instance's own is somebody else's wrapper.
+            if type(module) is not nn.Linear or "forward" in vars(module):
+                continue
+            # Autograd would add the gradients of all holders before it adds them to others.
+            if all(holders[id(p)] == 1 for p in module.parameters()):
+                module.forward = _Forward(module, self._left)  # type: ignore[assignment, method-assign]
+                self._linears.append(module)
+
+    def release(self) -> None:
+        """Give the modules back as they were."""
+        for linear in self._linears:
+            del linear.forward
+        self._linears.clear()
+        self._left.clear()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Compute what the last backward has left, and add it to what there is."""
+        uses: dict[int, list[_Use]] = {}
+        for use in self._left:
+            uses.setdefault(id(use.weight), []).append(use)
+        self._left.clear()
+        for key in list(uses):
+            alike = uses.pop(key)  # what has been added up is kept no longer
+            _add(alike[0].weight, [use.grad.t().mm(use.value) for use in alike])
+            if (bias := alike[0].bias) is not None and bias.requires_grad:
+                _add(bias, [use.grad.sum(0) for use in alike])
+
+    def forget(self) -> None:
+        """Drop what a backward has left that nobody wants any more."""
+        self._left.clear()
+
+
+class _Forward:
+    """The forward of a linear map that was taken over."""
+
+    def __init__(self, linear: nn.Linear, left: list[_Use]) -> None:
+        self._linear = linear
+        self._left = left
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._linear.weight, self._linear.bias
+        kind = x.device.type
+        casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(kind) if casts else x.dtype
+        if torch.compiler.is_compiling() or not _can_wait(x, weight, bias, casts):
+            return F.linear(x, weight, bias)
+        made: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            x.to(dtype), weight, bias, self._left
+        )
+        return made
+
+
+def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None, casts: bool) -> bool:
+    """Whether there is an early gradient to be made, and nobody watches the late one."""
+    return (
+        torch.is_grad_enabled()
+        and x.requires_grad
+        and x.dim() > 1
+        and weight.requires_grad
+        and (casts or x.dtype == weight.dtype)
+        and not any(
+            p._backward_hooks or p._post_accumulate_grad_hooks
+            for p in (weight, bias)
+            if p is not None
+        )
+    )
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear`, whose backward makes the gradient of its input alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, left: list[_Use]
+    ) -> Tensor:
+        used = weight.to(x.dtype)
+        ctx.save_for_backward(x, used)
+        ctx.leaves = weight, bias
+        ctx.left = left
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, used, None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        x, used = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        weight, bias = ctx.leaves
+        ctx.left.append(_Use(weight, bias, x.reshape(-1, x.shape[-1]), rows))
+        return rows.mm(used).view(x.shape), None, None, None
+
+
+def _add(leaf: Tensor, grads: Sequence[Tensor]) -> None:
+    """What autograd does with the gradients of one backward, in the order in which they came."""
+    total = grads[0]
+    for grad in grads[1:]:
+        total = total + grad
+    total = total.to(leaf.dtype)
+    if leaf.grad is None:
+        leaf.grad = total
+    else:
+        leaf.grad.add_(total)

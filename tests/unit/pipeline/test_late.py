@@ -1,0 +1,308 @@
+"""Gradients of weights that come after the gradient of the input: the same bits, later."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from elastic_trainer.config import Config
+from elastic_trainer.errors import NonFiniteError
+from elastic_trainer.models.layers import LayerSpec, ModelSpec
+from elastic_trainer.models.losses import squared_error
+from elastic_trainer.pipeline.hooks import RuntimeHooks
+from elastic_trainer.pipeline.late import LateGradients
+from elastic_trainer.pipeline.profiler import profile_layers
+from elastic_trainer.pipeline.stage import Activation, Stage
+from elastic_trainer.testing.in_process import InProcessPipeline, even_plan, with_settings
+from elastic_trainer.testing.toys import tiny_gpt, token_batches
+from elastic_trainer.transport.channel import Tag
+from elastic_trainer.transport.tree import flatten
+from elastic_trainer.types import StagePlan
+
+Make = Callable[[], nn.Module]
+
+
+class Often(nn.Module):
+    """Uses one map three times, so that the order of adding shows, and another once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.inner(x))
+        made: Tensor = self.outer(x)
+        return made
+
+
+class Shared(nn.Module):
+    """Two maps with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.two.weight = self.one.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.two(torch.tanh(self.one(x)))
+        return made
+
+
+class Again(nn.Module):
+    """Runs its maps once more in the backward, by torch's own means."""
+
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner = Often()
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+        return made
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4, bias=False))
+
+
+def frozen(*names: str) -> Make:
+    def make() -> nn.Module:
+        module = plain()
+        for name in names:
+            module.get_parameter(name).requires_grad_(False)
+        return module
+
+    return make
+
+
+def compiled() -> nn.Module:
+    module = Often()
+    module.compile(backend="eager")
+    return nn.Sequential(module, nn.Linear(4, 4))
+
+
+def gradients(
+    make: Make, shape: Sequence[int], late: bool, dtype: torch.dtype | None = None
+) -> tuple[list[Tensor], dict[str, Tensor | None]]:
+    """Of the inputs and of the parameters, after three microbatches."""
+    torch.manual_seed(0)
+    module = make()
+    taken = LateGradients()
+    if late:
+        taken.take_over([module])
+    inputs = []
+    for _ in range(3):
+        x = torch.randn(shape, requires_grad=True)
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            y = module(x)
+        y.backward(torch.randn_like(y))
+        taken.finish()
+        assert x.grad is not None
+        inputs.append(x.grad)
+    taken.release()
+    return inputs, {name: p.grad for name, p in module.named_parameters()}
+
+
+CASES: dict[str, Make] = {
+    "plain": plain,
+    "often": Often,
+    "shared": Shared,
+    "frozen weight": frozen("0.weight"),
+    "frozen bias": frozen("0.bias"),
+    "frozen map": frozen("3.weight"),
+    "checkpoint": lambda: Again(use_reentrant=False),
+    "reentrant checkpoint": lambda: Again(use_reentrant=True),
+    "compiled": compiled,
+}
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
+@pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (0, 6), (2, 2, 3, 6), (1, 6)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_no_bit_changes(case: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    (want_inputs, want), (got_inputs, got) = (
+        gradients(CASES[case], shape, late, dtype) for late in (False, True)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(got_inputs, want_inputs, strict=True))
+    assert got.keys() == want.keys()
+    for name, grad in want.items():
+        other = got[name]
+        assert (other is None) == (grad is None), name
+        if grad is not None and other is not None:
+            assert other.dtype == grad.dtype and torch.equal(other, grad), name
+
+
+def test_what_is_left_is_that_of_the_maps_alone() -> None:
+    module, late = plain(), LateGradients()
+    late.take_over([module])
+    x = torch.randn(5, 6, requires_grad=True)
+    module(x).sum().backward()
+    assert x.grad is not None
+    early = {name for name, p in module.named_parameters() if p.grad is not None}
+    assert early == {"2.weight", "2.bias"}
+    late.finish()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+def test_what_is_watched_comes_early() -> None:
+    module, late, seen = nn.Linear(6, 4), LateGradients(), list[torch.Size]()
+    late.take_over([module])
+    module.weight.register_hook(lambda grad: seen.append(grad.shape))  # type: ignore[no-untyped-call]
+    module(torch.randn(5, 6, requires_grad=True)).sum().backward()
+    assert seen == [module.weight.shape] and module.weight.grad is not None
+
+
+def test_others_wrappers_and_subclasses_stay() -> None:
+    class Mine(nn.Linear):
+        pass
+
+    wrapped, mine, late = nn.Linear(6, 4), Mine(6, 4), LateGradients()
+    wrapped.forward = lambda input: F.linear(input, wrapped.weight) + 1  # type: ignore[method-assign]
+    late.take_over([wrapped, mine])
+    for module in (wrapped, mine):
+        module(torch.randn(5, 6, requires_grad=True)).sum().backward()
+        assert module.weight.grad is not None
+
+
+def test_modules_are_given_back_as_they_were() -> None:
+    module, late = plain(), LateGradients()
+    late.take_over([module])
+    assert "forward" in vars(module[0])  # type: ignore[index]
+    late.release()
+    assert all("forward" not in vars(m) for m in module.modules())
+
+
+def test_mixed_types_fail_as_without() -> None:
+    module, late = nn.Linear(6, 4), LateGradients()
+    late.take_over([module])
+    with pytest.raises(RuntimeError, match="dtype"):
+        module(torch.randn(5, 6, dtype=torch.float64, requires_grad=True))
+
+
+def noted(model: ModelSpec) -> tuple[ModelSpec, dict[str, nn.Module]]:
+    """The model, and its layers by name as soon as they are built."""
+    built: dict[str, nn.Module] = {}
+
+    def noting(spec: LayerSpec) -> LayerSpec:
+        def build() -> nn.Module:
+            return built.setdefault(spec.name, spec.build())
+
+        return replace(spec, build=build)
+
+    return replace(model, layers=tuple(map(noting, model.layers))), built
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "async_1f1b"])
+@pytest.mark.parametrize("split", [False, True])
+def test_the_input_gradient_leaves_first(split: bool, schedule: str) -> None:
+    """What there is on a middle stage when the first message of that kind is sent."""
+    model, built = noted(tiny_gpt())
+    there: list[set[str]] = []
+
+    def sends(peer: str, tag: Tag) -> bool:
+        if tag.kind == "B" and not there:
+            block = built["blocks.1"]
+            there.append({n for n, p in block.named_parameters() if p.grad is not None})
+        return True
+
+    train = {"max_grad_norm": 0.0} if schedule == "async_1f1b" else {}
+    config = with_settings(Config(), pipeline={"split_backward": split}, train=train)
+    batches = token_batches(4, (4,) if schedule == "async_1f1b" else (4, 4, 2))
+    pipeline = InProcessPipeline(
+        model,
+        config,
+        even_plan(model, 3, schedule),
+        batches,
+        hooks={1: RuntimeHooks(sends=sends)},
+    )
+    pipeline.train(1, 4)
+    assert "norm1.weight" in there[0]
+    assert ("up.weight" in there[0]) is not split
+    pipeline.close()
+
+
+def linear_stage(*tail: LayerSpec) -> Stage:
+    """The middle one of three: two maps, and what is given."""
+    layers = (
+        LayerSpec("before", nn.Identity),
+        LayerSpec("one", lambda: nn.Linear(6, 6)),
+        LayerSpec("two", lambda: nn.Linear(6, 6)),
+        *tail,
+        LayerSpec("after", nn.Identity),
+    )
+    model = ModelSpec(layers, lambda output, fields: output.sum())
+    plan = StagePlan(stage=1, first=1, stop=len(layers) - 1, worker="")
+    return Stage(plan, 3, model, Config(), torch.device("cpu"))
+
+
+def test_a_segment_begins_without_what_an_interrupted_one_left() -> None:
+    stage = linear_stage()
+    stage.begin(training=True)
+    spec, tensors = flatten(torch.randn(5, 6))
+    _, held = stage.forward(1, 0, Activation(spec, tensors, [True]), {})
+    stage.backward(held, [torch.ones(5, 6)])
+    stage.begin(training=True)
+    stage.finish_backward()
+    assert all(p.grad is None for m in stage.layers.values() for p in m.parameters())
+
+
+def test_layers_are_released_as_they_were() -> None:
+    stage = linear_stage()
+    assert "forward" in vars(stage.layers["one"])
+    for module in stage.release().values():
+        assert "forward" not in vars(module)
+
+
+def test_recompute_is_not_made_to_keep_more() -> None:
+    model = tiny_gpt()
+    plan = StagePlan(stage=1, first=2, stop=4, worker="")
+    for recompute in (False, True):
+        config = with_settings(Config(), model={"recompute": recompute})
+        stage = Stage(plan, 3, model, config, torch.device("cpu"))
+        taken = ["forward" in vars(m) for top in stage.layers.values() for m in top.modules()]
+        assert any(taken) is not recompute
+
+
+class BreaksGradient(nn.Module):
+    """Passes on what comes; its gradient is NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(lambda grad: grad * float("nan"))  # type: ignore[no-untyped-call]
+        return x
+
+
+def test_the_layer_nearest_the_loss_is_blamed_though_its_gradient_comes_late() -> None:
+    layers = [LayerSpec(f"map.{i}", lambda: nn.Linear(6, 6)) for i in range(5)]
+    layers.insert(4, LayerSpec("breaks", BreaksGradient))
+    model = ModelSpec(tuple(layers), squared_error, input_fields=("x",))
+    batches = {1: [{"x": torch.randn(4, 6), "labels": torch.randn(4, 6)}]}
+    plan = even_plan(model, 2, "1f1b")
+    assert (plan.stages[1].first, plan.stages[1].stop) == (3, 6)
+    for cut in (1, 3):
+        stages = (replace(plan.stages[0], stop=cut), replace(plan.stages[1], first=cut))
+        pipeline = InProcessPipeline(model, Config(), replace(plan, stages=stages), batches)
+        with pytest.raises(NonFiniteError) as caught:
+            pipeline.train(1, 1)
+        assert (caught.value.layer, caught.value.stage) == ("map.3", 1)
+        pipeline.close()
+
+
+def test_a_profile_says_how_much_comes_late() -> None:
+    model = ModelSpec(
+        (LayerSpec("one", lambda: nn.Linear(64, 64)), LayerSpec("two", lambda: nn.Linear(64, 64))),
+        squared_error,
+        input_fields=("x",),
+    )
+    sample = {"x": torch.randn(512, 64), "labels": torch.randn(512, 64)}
+    for split in (False, True):
+        config = with_settings(Config(), pipeline={"split_backward": split})
+        layers = profile_layers(model, config, sample, torch.device("cpu")).layers
+        for layer in layers:
+            assert 0 <= layer.late_s <= layer.backward_s
+            assert 0 <= layer.late_cpu_s <= layer.backward_cpu_s
+        assert (layers[1].late_s > 0.1 * layers[1].backward_s) is split
