@@ -6,7 +6,7 @@ a socket whose other end only this process has, so that a decoder ends with the 
 ends.
 
 What kills a decoder, or makes it hang, costs one sample at the most: the one that it was at is
-tried once more, alone, in a fresh process.
+tried once more, alone, in a fresh process. What is known already is not decoded again.
 """
 
 import atexit
@@ -27,6 +27,7 @@ from weakref import WeakSet
 
 from elastic_trainer.data.media import decoding, wire
 from elastic_trainer.data.media.decoding import Files, Limits, Made
+from elastic_trainer.data.media.made_cache import MadeCache
 from elastic_trainer.data.media.notes import Notes
 from elastic_trainer.errors import DataError
 
@@ -151,9 +152,12 @@ class Decoders:
 
     Args:
         count: of both; 0: whoever asks decodes by itself.
+        cache_bytes: of what was decoded are kept in `cache`, because other samples have the same
+            files; 0: none.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, cache_bytes: int) -> None:
+        self.cache = MadeCache(cache_bytes)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="decode") if count else None
         self._lock = threading.Lock()
         self._all: set[_Decoder] = set()
@@ -172,13 +176,19 @@ class Decoders:
         return future
 
     def decode(self, samples: Sequence[Files], limits: Limits, limit_s: float) -> list[Result]:
-        """What becomes of each sample.
+        """What becomes of each sample. Its arrays may be those of others, and are not written to.
 
         Args:
             samples: their files.
             limits: of sizes.
             limit_s: how long a sample may take.
         """
+        return self.cache.through(
+            samples, limits, lambda unknown: self._decode(unknown, limits, limit_s)
+        )
+
+    def _decode(self, samples: Sequence[Files], limits: Limits, limit_s: float) -> list[Result]:
+        """What becomes of each sample, all of whose files are decoded."""
         if self._threads is None:
             return [decoding.make(files, limits) for files in samples]
         results: list[Result] = []
@@ -203,16 +213,16 @@ class Decoders:
 
     def close(self) -> None:
         """End the processes and the threads; what was not begun is cancelled, the rest fails."""
-        if self._threads is None:
-            return
-        with self._lock:
-            self._closed = True
-            decoders = list(self._all)
-        for decoder in decoders:
-            decoder.kill()
-        self._threads.shutdown(cancel_futures=True)
-        for decoder in list(self._all):
-            self._drop(decoder)
+        if self._threads is not None:
+            with self._lock:
+                self._closed = True
+                decoders = list(self._all)
+            for decoder in decoders:
+                decoder.kill()
+            self._threads.shutdown(cancel_futures=True)
+            for decoder in list(self._all):
+                self._drop(decoder)
+        self.cache.clear()
 
     def forget(self) -> None:
         """Leave the processes to the process that this one was forked from."""
@@ -242,17 +252,17 @@ class Decoders:
         decoder.end()
 
 
-_shared: dict[int, Decoders] = {}
+_shared: dict[tuple[int, int], Decoders] = {}
 _shared_lock = threading.Lock()
 _holders: WeakSet[object] = WeakSet()
 
 
-def shared(count: int) -> Decoders:
-    """The decoders of this process, as many as these, for all who read."""
+def shared(count: int, cache_bytes: int) -> Decoders:
+    """The decoders of this process, as many as these, for all who read and keep as much."""
     with _shared_lock:
-        if count not in _shared:
-            _shared[count] = Decoders(count)
-        return _shared[count]
+        if (count, cache_bytes) not in _shared:
+            _shared[count, cache_bytes] = Decoders(count, cache_bytes)
+        return _shared[count, cache_bytes]
 
 
 def hold(holder: object) -> None:
@@ -286,7 +296,7 @@ class _Holder:
 
 
 def close() -> None:
-    """End all processes that decode for this one."""
+    """End all processes that decode for this one, and forget what they have made."""
     with _shared_lock:
         decoders = list(_shared.values())
         _shared.clear()

@@ -92,6 +92,7 @@ class MediaSamples:
         self._heavy = source.part(heavy, nullable=heavy)
         self._light = source.part(light, nullable=light)
         self._workers = data.media_workers
+        self._cache_bytes = data.media_cache_mb << 20
 
     def next(self, cursor: Cursor) -> Sample:
         """The sample at the cursor, undecoded: its id and its sizes."""
@@ -173,7 +174,7 @@ class MediaSamples:
             while failure is None and (chunk := list(islice(rest, _CHUNK))):
                 # Storage is read by this thread alone; only the decoding is spread.
                 rows, failure = self._rows(chunk, kinds)
-                decoders = shared(self._workers)
+                decoders = shared(self._workers, self._cache_bytes)
                 waiting.append((chunk, decoders.submit(self._decode_all, rows, decoders)))
                 if len(waiting) >= _CHUNKS_AHEAD * self._workers:
                     yield from self._collect(*waiting.popleft())

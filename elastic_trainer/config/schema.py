@@ -98,6 +98,11 @@ class DataConfig:
         2,
         "Processes of each loader that decode (format media). 0: it decodes by itself.",
     )
+    media_cache_mb: int = _doc(
+        128,
+        "Megabytes of decoded pictures and clips that each loader keeps, because rows share them "
+        "(format media). 0: none.",
+    )
     patch_size: int = _doc(16, "Pixels along the side of a patch of a picture.")
     max_patches: int = _doc(256, "A picture is scaled down to at most so many patches.")
     max_image_pixels: int = _doc(

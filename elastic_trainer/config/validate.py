@@ -42,6 +42,7 @@ LIMITS: dict[str, tuple[float, float | None]] = {
     "data.prefetch_updates": (1, None),
     "data.num_loaders": (1, None),
     "data.media_workers": (0, None),
+    "data.media_cache_mb": (0, None),
     "data.patch_size": (2, None),
     "data.max_patches": (4, None),
     "data.max_image_pixels": (1, None),

@@ -144,7 +144,8 @@ def deb() -> Callable[[Path, Mapping[str, bytes]], Path]:
     return write_deb
 
 
-# A decoder for which some pictures are deadly, as a mistake in a codec may be.
+# A decoder for which some pictures are deadly, as a mistake in a codec may be. One that spares it
+# becomes PICTURE.
 DEADLY_DECODER = """
 import os, signal, sys, threading
 from elastic_trainer.data.media import decoder_process, decoding
@@ -167,8 +168,12 @@ def deadly(files, limits):
             open(place, "w").close()
             os.kill(os.getpid(), signal.SIGKILL)
     harmless = b"once", b"slow"
-    kept = [f for f in files.get("image", ()) if not (f.data or b"").startswith(harmless)]
-    return make({**files, "image": kept}, limits)
+    spared = decoding.File(PICTURE)
+    pictures = [
+        spared if (file.data or b"").startswith(harmless) else file
+        for file in files.get("image", ())
+    ]
+    return make({**files, "image": pictures}, limits)
 decoding.make = deadly
 decoder_process.main(*map(int, sys.argv[1:]))
 """
@@ -178,7 +183,7 @@ decoder_process.main(*map(int, sys.argv[1:]))
 def deadly_decoder(tmp_path: Path) -> Path:
     """What to run as a decoder for which some pictures are deadly."""
     path = tmp_path / "deadly_decoder.py"
-    path.write_text(DEADLY_DECODER)
+    path.write_text(f"PICTURE = {make_picture()!r}\n{DEADLY_DECODER}")
     return path
 
 

@@ -24,7 +24,7 @@ WAIT_S = 30.0
 
 @pytest.fixture
 def pool() -> Iterator[decoders.Decoders]:
-    made = decoders.Decoders(2)
+    made = decoders.Decoders(2, 0)
     yield made
     made.close()
 
@@ -63,13 +63,13 @@ def test_what_comes_back_is_what_is_made_here(
     samples = [files(n) for n in range(6)]
     samples += [bad(b""), bad(b"junk"), {"image": [File(None, "a.png")]}, {}, {"audio": []}]
     samples += [{"image": [File(b"x")] * 600}]  # many parts of one message
-    here = decoders.Decoders(0).decode(samples, LIMITS, WAIT_S)
+    here = decoders.Decoders(0, 0).decode(samples, LIMITS, WAIT_S)
     there = pool.decode(samples, LIMITS, WAIT_S)
     assert all(same(a, b) for a, b in zip(here, there, strict=True))
     assert [type(result) for result in there[6:9]] == [DataError] * 3
     assert not isinstance(there[0], DataError)
     patches = there[0][0][0][0]
-    patches[0] = 1  # may be written to, as those that are made here
+    patches[0] = 1  # what is not kept may be written to, as what is made here
     many: Files = {"image": [*files(1)["image"]] * 700}
     (one,) = pool.decode([many], LIMITS, WAIT_S)
     assert not isinstance(one, DataError) and len(one[0]) == 700
@@ -119,7 +119,7 @@ def test_only_the_sample_that_kills_is_lost(
 ) -> None:
     samples = [bad(b"segfault") if n in places else files(n) for n in range(6)]
     found = pool.decode(samples, LIMITS, WAIT_S)
-    here = decoders.Decoders(0).decode([files(n) for n in range(6)], LIMITS, WAIT_S)
+    here = decoders.Decoders(0, 0).decode([files(n) for n in range(6)], LIMITS, WAIT_S)
     for place, result in enumerate(found):
         if place in places:
             assert isinstance(result, DataError)
@@ -131,17 +131,22 @@ def test_only_the_sample_that_kills_is_lost(
 
 
 def test_a_decoder_that_dies_of_something_else_costs_nothing(
-    pool: decoders.Decoders, deadly: None, files: Callable[[int], Files], tmp_path: Path
+    pool: decoders.Decoders,
+    deadly: None,
+    files: Callable[[int], Files],
+    picture: Callable[..., bytes],
+    tmp_path: Path,
 ) -> None:
-    once = {**files(2), "image": [*files(2)["image"], File(f"once {tmp_path / 'mark'}".encode())]}
+    once = {**files(2), "image": [File(f"once {tmp_path / 'mark'}".encode())]}
     samples = [files(0), files(1), once, files(3)]
     found = pool.decode(samples, LIMITS, WAIT_S)
-    here = decoders.Decoders(0).decode([files(n) for n in range(4)], LIMITS, WAIT_S)
+    samples[2] = {**files(2), "image": [File(picture())]}
+    here = decoders.Decoders(0, 0).decode(samples, LIMITS, WAIT_S)
     assert (tmp_path / "mark").exists()
     assert all(same(a, b) for a, b in zip(found, here, strict=True))
     (idle,) = pool._all  # and one that was killed while it had nothing to do
     os.kill(idle._process.pid, signal.SIGKILL)
-    again = pool.decode([files(n) for n in range(4)], LIMITS, WAIT_S)
+    again = pool.decode(samples, LIMITS, WAIT_S)
     assert all(same(a, b) for a, b in zip(again, here, strict=True))
 
 
@@ -190,7 +195,7 @@ def test_a_decoder_that_cannot_be_started_is_named(
 
 def test_nothing_is_left_after_close(files: Callable[[int], Files], deadly: None) -> None:
     before = sockets(os.getpid()), threading.active_count()
-    pool = decoders.Decoders(2)
+    pool = decoders.Decoders(2, 0)
     waiting = [pool.submit(pool.decode, [bad(b"hang")], LIMITS, WAIT_S) for _ in range(4)]
     wait_until(lambda: len(pool._all) == 2)
     processes = [each._process for each in list(pool._all)]
@@ -210,16 +215,16 @@ def test_the_last_who_holds_them_ends_them(files: Callable[[int], Files]) -> Non
     first, second = Holder(), Holder()
     decoders.hold(first)
     decoders.hold(second)
-    pool = decoders.shared(1)
-    assert decoders.shared(1) is pool
+    pool = decoders.shared(1, 0)
+    assert decoders.shared(1, 0) is pool
     pool.decode([files(0)], LIMITS, WAIT_S)
     decoders.release(first)
     decoders.release(first)
     assert len(pool.decode([files(0)], LIMITS, WAIT_S)) == 1
     decoders.release(second)
-    assert not pool._all and decoders.shared(1) is not pool
+    assert not pool._all and decoders.shared(1, 0) is not pool
     with decoders.kept():
-        pool = decoders.shared(1)
+        pool = decoders.shared(1, 0)
         pool.decode([files(0)], LIMITS, WAIT_S)
         assert pool._all
     assert not pool._all
@@ -233,7 +238,7 @@ from elastic_trainer.data.media.decoding import File
 from elastic_trainer.data.media.images import ImageLimits
 how, helper, *marks = sys.argv[1:]
 decoders.COMMAND = (sys.executable, helper)
-pool = decoders.shared(2)
+pool = decoders.shared(2, 0)
 for decoder in [decoders._Decoder(), decoders._Decoder()]:
     pool._all.add(decoder)
     pool._idle.append(decoder)
