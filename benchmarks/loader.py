@@ -6,7 +6,9 @@ made log-mel frames, the caption tokenised. All call the same functions, in as m
 processes as there are cores, so what differs is how a loader reads, spreads the work and hands over
 what was made. Ours is the `BatchStream` of the trainer with the loader's work ahead, decoding in
 processes of its own; it also predicts costs, packs and joins samples to microbatches, which is not
-asked of the others.
+asked of the others. The dataset has several rows of each picture (captions in several languages):
+ours decodes it once and keeps it, within `data.media_cache_mb`, but not from one epoch to the next.
+`uncached` is ours without that.
 
 Peers go the ways that their manuals offer, and the one that is fastest in a first epoch counts:
 
@@ -15,8 +17,8 @@ Peers go the ways that their manuals offer, and the one that is fastest in a fir
   `DataLoader` or in threads.
 - Ray Data: `read_parquet` and `map_batches` in tasks, read by `iter_batches`, not shuffled.
 
-Every sample is one epoch over a scratch copy with some of the rows, from the request to the last
-row, after an epoch that warms processes and caches up.
+Every sample is one epoch over a scratch copy, from the request to the last row, after one epoch of
+each way, by which that of each peer is chosen and which warms processes up.
 """
 
 import logging
@@ -39,6 +41,7 @@ from common import figure, log, parser, show
 from elastic_trainer.config import Config, load_config
 from elastic_trainer.data.batches import BatchStream
 from elastic_trainer.data.media.audio import decode_audio, log_mel
+from elastic_trainer.data.media.decoders import shared
 from elastic_trainer.data.media.images import decode_image, patchify
 from elastic_trainer.data.media.reader import limits_of
 from elastic_trainer.data.prefetch import Prefetcher
@@ -68,14 +71,15 @@ class Work:
         }
 
 
-def scratch_copy(dataset: Path, folder: Path, num_rows: int) -> Path:
+def scratch_copy(dataset: Path, folder: Path, num_rows: int | None) -> Path:
     """A dataset of evenly spaced rows of this one's training data, with the same metadata."""
     table = pa.concat_tables(pq.read_table(f) for f in sorted((dataset / "data").glob("train-*")))
-    step = max(1, table.num_rows // num_rows)
-    chosen = table.take(pa.array(range(0, step * num_rows, step)[: table.num_rows]))
+    if num_rows is not None:
+        step = max(1, table.num_rows // num_rows)
+        table = table.take(pa.array(range(0, table.num_rows, step)[:num_rows]))
     (folder / "data").mkdir()
     pq.write_table(
-        chosen,
+        table,
         folder / "data" / "train-00000-of-00001.parquet",
         row_group_size=ROWS_PER_GROUP,
         compression="none",
@@ -88,6 +92,8 @@ def ours(config: Config) -> Epoch:
     """The trainer's stream of batches, as the loader actor reads it."""
 
     def epoch() -> int:
+        # As in a first epoch: only what this one has decoded is known.
+        shared(config.data.media_workers, config.data.media_cache_mb << 20).cache.clear()
         stream = BatchStream(config, "train", BATCH_SIZE, num_epochs=1)
         ahead = Prefetcher(stream, config.data.prefetch_updates, WAIT_S)
         count = sum(info.num_samples for info, _ in ahead)
@@ -176,35 +182,36 @@ def main() -> None:
     one_thread_each()
     arguments = parser(__doc__ or "")
     arguments.add_argument("--data", type=Path, default=Path("datasets/captions"))
-    arguments.add_argument("--rows", type=int, default=1200, help="of an epoch")
+    arguments.add_argument("--rows", type=int, help="of an epoch, evenly spaced; all by default")
     options = arguments.parse_args()
-    speeds: dict[str, list[float]] = {"ours": [], "datasets": [], "ray_data": []}
     with tempfile.TemporaryDirectory(prefix="et-bench-") as folder:
         copy = scratch_copy(options.data, Path(folder), options.rows)
         config = load_config("captions", [f"data.path={copy}"])
         config = replace(config, data=replace(config.data, media_workers=os.cpu_count() or 1))
         work, file = Work(config), next(copy.glob("data/train-*"))
+        num_rows = pq.read_metadata(file).num_rows
         ways = {
             "ours": {"": ours(config)},
+            "uncached": {"": ours(replace(config, data=replace(config.data, media_cache_mb=0)))},
             "datasets": datasets_ways(file, work, Path(folder) / "cache"),
             "ray_data": ray_ways(file, work),
         }
+        speeds: dict[str, list[float]] = {name: [] for name in ways}
         best = {}
         for name, its in ways.items():
-            for epoch in its.values():
-                epoch()
-            found = {way: samples_per_s(epoch, options.rows) for way, epoch in its.items()}
+            found = {way: samples_per_s(epoch, num_rows) for way, epoch in its.items()}
             best[name] = its[max(found, key=lambda way: found[way])]
             log(f"{name}: {', '.join(f'{way} {s:.1f} samples/s' for way, s in found.items())}")
         for repeat in range(options.repeats):
             names = list(best) if repeat % 2 == 0 else list(reversed(best))
             for name in names:
-                speeds[name].append(samples_per_s(best[name], options.rows))
+                speeds[name].append(samples_per_s(best[name], num_rows))
             log(", ".join(f"{name} {s[-1]:.1f} samples/s" for name, s in speeds.items()))
     figures = {f"{name}_samples_per_s": figure(s, "samples/s") for name, s in speeds.items()}
-    for name in ("datasets", "ray_data"):
-        ratios = [a / b for a, b in zip(speeds["ours"], speeds[name], strict=True)]
-        figures[f"samples_per_s_over_{name}"] = figure(ratios)
+    for peer in ("datasets", "ray_data"):
+        for name, label in (("ours", ""), ("uncached", "_uncached")):
+            ratios = [a / b for a, b in zip(speeds[name], speeds[peer], strict=True)]
+            figures[f"samples_per_s{label}_over_{peer}"] = figure(ratios)
     show(figures, options.json)
 
 
