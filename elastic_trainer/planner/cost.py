@@ -26,7 +26,7 @@ class StageCosts:
 
         # The first stage has nobody to whom it would send a gradient early.
         self._late = [0.0, *total("late_s")[1:]]
-        late_cpu = [0.0, *total("late_cpu_s")[1:]]
+        self._late_cpu = [0.0, *total("late_cpu_s")[1:]]
         self._seconds = {
             Kind.F: total("forward_s", over.forward_s),
             Kind.B: _minus(total("backward_s", over.backward_s), self._late),
@@ -34,10 +34,9 @@ class StageCosts:
         }
         self._cpu_seconds = {
             Kind.F: total("forward_cpu_s", over.forward_cpu_s),
-            Kind.B: _minus(total("backward_cpu_s", over.backward_cpu_s), late_cpu),
+            Kind.B: _minus(total("backward_cpu_s", over.backward_cpu_s), self._late_cpu),
             Kind.OPT: total("optimizer_cpu_s"),
         }
-        self._late_cpu = late_cpu
         # A gradient is as big as the activation that it belongs to.
         leaving = [layers[b - 1].activation_bytes for _, b in ranges]
         entering = [0, *leaving]
