@@ -24,7 +24,7 @@ from elastic_trainer.version import __version__
 SHIPPED_MODELS = "elastic_trainer.models.registry"
 SEGMENT_S = 2.0  # a synchronous segment lasts about this long
 MAX_SEGMENT_UPDATES = 64
-PROFILE_FORMAT = 4  # counts up when profiles measure something else
+PROFILE_FORMAT = 5  # counts up when profiles measure something else
 
 
 def cache_folder() -> Path:

@@ -24,8 +24,9 @@ class LayerProfile:
 
     `activation_bytes` cross the wire to the next layer; `saved_bytes` stay alive between a
     microbatch's forward and its backward, the layer's input included. `late_s` are those of
-    `backward_s` after which the gradient of the layer's input could have left. `optimizer_s` is for
-    one step on the layer's parameters. The seconds named `cpu` are those of them that need a core.
+    `backward_s` after which the gradient of the layer's input could have left; `late_bytes` stay
+    alive until then. `optimizer_s` is for one step on the layer's parameters. The seconds named
+    `cpu` are those of them that need a core.
     """
 
     name: LayerName
@@ -39,6 +40,7 @@ class LayerProfile:
     forward_cpu_s: float = 0.0
     backward_cpu_s: float = 0.0
     late_cpu_s: float = 0.0
+    late_bytes: int = 0
     optimizer_cpu_s: float = 0.0
 
 

@@ -187,7 +187,8 @@ class PipelineConfig:
     )
     split_backward: bool = _doc(
         True,
-        "Send a stage's input gradient before computing those of its weights. It changes no bit.",
+        "Send a stage's input gradient first, and compute those of its weights while it would "
+        "wait. It changes no bit.",
     )
     commit_every: int = _doc(
         0, "Asynchronous only: updates between two drains; 0: so many that they cost under 2%."

@@ -1,15 +1,16 @@
 """Gradients of weights that are computed after the gradient of a stage's input has been sent.
 
 The previous stage waits for the latter alone. A linear map makes both of the same two tensors, so
-the former can come later without a second pass through the graph. Splitting a backward like this is
-from Qi et al., Zero Bubble Pipeline Parallelism (ICLR 2024); here the order of actions stays that
-of the schedule, and with it the number of microbatches in flight.
+the former can come later without a second pass through the graph: best while the stage would wait
+for a message. Splitting a backward like this is from Qi et al., Zero Bubble Pipeline Parallelism
+(ICLR 2024), whose ZB-H1 plans ahead what fills which gap; here the order of actions stays that of
+the schedule, and what is left fills the gaps as they come.
 
 The kernels, their operands and the order in which gradients add up are autograd's own, so no bit
 changes.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +38,9 @@ class LateGradients:
 
     def __init__(self) -> None:
         self._linears: list[nn.Linear] = []
-        self._left: list[_Use] = []
+        self._uses: list[_Use] = []  # of the backward at hand
+        self._left: deque[deque[list[_Use]]] = deque()  # by backward, then by weight
+        self._hurries = False
 
     def take_over(self, modules: Iterable[nn.Module]) -> None:
         """Make the backwards of these modules leave work for `finish`."""
@@ -49,7 +52,7 @@ class LateGradients:
                 continue
             # Autograd would add the gradients of all holders before it adds them to others.
             if all(holders[id(p)] == 1 for p in module.parameters()):
-                module.forward = _Forward(module, self._left)  # type: ignore[assignment, method-assign]
+                module.forward = _Forward(module, self)  # type: ignore[assignment, method-assign]
                 self._linears.append(module)
 
     def release(self) -> None:
@@ -57,42 +60,86 @@ class LateGradients:
         for linear in self._linears:
             del linear.forward
         self._linears.clear()
-        self._left.clear()
+        self.forget()
+
+    def note(self, use: _Use) -> None:
+        """Leave the gradients of this use for later; called in the backward."""
+        self._uses.append(use)
+
+    def end_backward(self) -> None:
+        """A backward is over: what it has left is one entry in the line of what is to be done."""
+        uses: dict[int, list[_Use]] = {}
+        for use in self._uses:
+            uses.setdefault(id(use.weight), []).append(use)
+        self._uses.clear()
+        if uses:
+            self._left.append(deque(uses.values()))
+
+    @property
+    def num_left(self) -> int:
+        """How many backwards have left work that is not done."""
+        return len(self._left)
+
+    @property
+    def left_bytes(self) -> int:
+        """What all that is left keeps in memory, but for weights."""
+        uses = [use for groups in self._left for group in groups for use in group]
+        kept = [t.untyped_storage() for use in uses for t in (use.value, use.grad)]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Compute what the last backward has left, and add it to what there is."""
-        uses: dict[int, list[_Use]] = {}
-        for use in self._left:
-            uses.setdefault(id(use.weight), []).append(use)
-        self._left.clear()
-        for key in list(uses):
-            alike = uses.pop(key)  # what has been added up is kept no longer
-            _add(alike[0].weight, [use.grad.t().mm(use.value) for use in alike])
-            if (bias := alike[0].bias) is not None and bias.requires_grad:
-                _add(bias, [use.grad.sum(0) for use in alike])
+    def finish_one(self) -> None:
+        """Compute the gradients of the map that has waited longest, and add them to what there is.
+
+        Each map's gradients thus add up in the order of the backwards.
+        """
+        alike = self._left[0].popleft()
+        if not self._left[0]:
+            self._left.popleft()
+        _add(alike[0].weight, [use.grad.t().mm(use.value) for use in alike])
+        if (bias := alike[0].bias) is not None and bias.requires_grad:
+            _add(bias, [use.grad.sum(0) for use in alike])
+
+    def finish(self, keep: int = 0) -> None:
+        """Do what is left, but for that of the last `keep` backwards."""
+        while len(self._left) > (0 if self._hurries else keep):
+            self.finish_one()
+
+    def hurry(self) -> None:
+        """Keep nothing from now on: gradients that come early would overtake what is left."""
+        self._hurries = True
+        self.finish()
 
     def forget(self) -> None:
-        """Drop what a backward has left that nobody wants any more."""
+        """Drop what backwards have left that nobody wants any more."""
+        self._uses.clear()
         self._left.clear()
 
 
 class _Forward:
     """The forward of a linear map that was taken over."""
 
-    def __init__(self, linear: nn.Linear, left: list[_Use]) -> None:
+    def __init__(self, linear: nn.Linear, late: LateGradients) -> None:
         self._linear = linear
-        self._left = left
+        self._late = late
+        self._ways: set[bool] = set()  # whether its gradients came late, and whether early
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._linear.weight, self._linear.bias
         kind = x.device.type
         casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
         dtype = torch.get_autocast_dtype(kind) if casts else x.dtype
-        if torch.compiler.is_compiling() or not _can_wait(x, weight, bias, casts):
+        if torch.compiler.is_compiling():
+            return F.linear(x, weight, bias)
+        waits = _can_wait(x, weight, bias, casts)
+        if torch.is_grad_enabled() and weight.requires_grad:
+            self._ways.add(waits)
+            if len(self._ways) > 1:
+                self._late.hurry()
+        if not waits:
             return F.linear(x, weight, bias)
         made: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            x.to(dtype), weight, bias, self._left
+            x.to(dtype), weight, bias, self._late
         )
         return made
 
@@ -118,12 +165,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, left: list[_Use]
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, late: LateGradients
     ) -> Tensor:
         used = weight.to(x.dtype)
         ctx.save_for_backward(x, used)
         ctx.leaves = weight, bias
-        ctx.left = left
+        ctx.late = late
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, used, None if bias is None else bias.to(x.dtype))
 
@@ -133,7 +180,7 @@ class _Linear(torch.autograd.Function):
         x, used = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         weight, bias = ctx.leaves
-        ctx.left.append(_Use(weight, bias, x.reshape(-1, x.shape[-1]), rows))
+        ctx.late.note(_Use(weight, bias, x.reshape(-1, x.shape[-1]), rows))
         return rows.mm(used).view(x.shape), None, None, None
 
 

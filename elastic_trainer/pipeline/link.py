@@ -8,6 +8,9 @@ from torch import Tensor
 from elastic_trainer.transport.channel import Message, Tag
 from elastic_trainer.types import WorkerId
 
+# Vector kernels may round differently on memory that is not aligned as torch's own.
+_ALIGNMENT = 64
+
 
 class Link(Protocol):
     """Sends to peers and receives from them; `transport.channel.Channel` has the promises."""
@@ -15,6 +18,8 @@ class Link(Protocol):
     def send(self, peer: WorkerId, tag: Tag, message: Message) -> None: ...
 
     def recv(self, peer: WorkerId, tag: Tag, timeout_s: float) -> Message: ...
+
+    def has(self, peer: WorkerId, tag: Tag) -> bool: ...
 
     def interrupt(self, error: Exception) -> None: ...
 
@@ -38,3 +43,8 @@ def with_gaps(message: Message) -> list[Tensor | None]:
     for index in message.meta.get("missing", ()):
         grads.insert(index, None)
     return grads
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy whose memory is aligned as torch aligns its own."""
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +93,7 @@ def _measure(
     if config.pipeline.split_backward and not config.model.recompute:
         late.take_over([module])
     forward: list[Taken] = []
-    backward: list[tuple[Taken, Taken]] = []  # the whole, and what of it comes late
+    backward: list[_Backward] = []
     step: list[Taken] = []
     saved_bytes, wire_bytes = 0, 0
     for _ in range(REPEATS):
@@ -114,7 +114,7 @@ def _measure(
         saved_bytes = sum(size for pointer, size in saved.items() if pointer not in own)
         wire_bytes = sum(t.numel() * t.element_size() for t in outputs)
     late.release()
-    whole, rest = min(backward)
+    whole, rest, late_bytes = min(backward)
     return LayerProfile(
         name="",
         forward_s=min(forward)[0],
@@ -124,6 +124,7 @@ def _measure(
         forward_cpu_s=min(forward)[1],
         backward_cpu_s=whole.cpu_s,
         late_cpu_s=rest.cpu_s,
+        late_bytes=late_bytes,
         optimizer_cpu_s=min(step)[1],
         activation_bytes=wire_bytes,
         saved_bytes=max(saved_bytes, sum(t.numel() * t.element_size() for t in leaves)),
@@ -131,17 +132,26 @@ def _measure(
     )
 
 
-def _backward(
-    roots: Sequence[Tensor], late: LateGradients, device: torch.device
-) -> tuple[Taken, Taken]:
-    """What a backward takes, and what of it comes late."""
+class _Backward(NamedTuple):
+    """What a backward takes, what of it comes late, and the memory that waits for that."""
+
+    whole: Taken
+    late: Taken
+    late_bytes: int
+
+
+def _backward(roots: Sequence[Tensor], late: LateGradients, device: torch.device) -> _Backward:
     begin = _now(device)
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
-    middle = _now(device)
+    late.end_backward()
+    early = _since(begin, device)
+    late_bytes = late.left_bytes
+    begin = _now(device)
     late.finish()
-    end = _now(device)
-    return end.since(begin), end.since(middle)
+    rest = _since(begin, device)
+    whole = Taken(early.seconds + rest.seconds, early.cpu_s + rest.cpu_s)
+    return _Backward(whole, rest, late_bytes)
 
 
 def _step(

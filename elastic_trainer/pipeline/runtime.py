@@ -22,19 +22,17 @@ from elastic_trainer.pipeline import reduce
 from elastic_trainer.pipeline.failures import explain, locked
 from elastic_trainer.pipeline.feed import Feed
 from elastic_trainer.pipeline.hooks import HookSet
-from elastic_trainer.pipeline.link import Link, with_gaps, without_gaps
+from elastic_trainer.pipeline.link import Link, aligned, with_gaps, without_gaps
 from elastic_trainer.pipeline.stage import Activation, Stage, is_finite
 from elastic_trainer.pipeline.tally import Tally
 from elastic_trainer.pipeline.weights import InUse, LayerState, StageWeights
 from elastic_trainer.schedule.actions import Action, Kind
-from elastic_trainer.schedule.build import delay, is_asynchronous
+from elastic_trainer.schedule.build import delay, is_asynchronous, most_left
 from elastic_trainer.schedule.culprit import LOADER
 from elastic_trainer.schedule.segment import Segment
 from elastic_trainer.transport.channel import Message, Tag
 from elastic_trainer.types import Plan, StageReport, WorkerId
 
-# Vector kernels may round differently on memory that is not aligned as torch's own.
-_ALIGNMENT = 64
 _NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -82,6 +80,7 @@ class StageRuntime:
         self._stall_limit_s = config.elastic.stall_limit_s
         self._interruption: Exception | None = None
         self._num_stages = plan.num_stages
+        self._most_left = most_left(plan.schedule, stage)
         self._is_async = is_asynchronous(plan.schedule)
         self._delay = delay(stage, self._num_stages) if self._is_async else 0
         self._max_norm = config.train.max_grad_norm
@@ -190,7 +189,9 @@ class StageRuntime:
         tally.max_staleness = max(tally.max_staleness, lag)
         grads: list[Tensor | None]
         if self._layers.is_last:
-            grads = [torch.full_like(held.outputs[0], self._loss_factor(j, tally))]
+            # The loss is a sum: one division per update, by its valid items.
+            scale = 1.0 if self._scaler is None else self._scaler.scale
+            grads = [torch.full_like(held.outputs[0], scale / max(1, tally.num_valid(j)))]
         else:
             grads = with_gaps(self._receive("B", j, self.stage + 1, tally))
         with self._computing():
@@ -267,6 +268,7 @@ class StageRuntime:
     def _collect(self, j: int, tally: Tally) -> None:
         """Bring the update's gradients together, those of tied parameters on other stages too."""
         assert tally.last_use is not None, "an update without a backward"
+        self._finish_backwards(tally)
         tied = [
             (follower, with_gaps(self._receive("G", j, follower, tally)))
             for follower in self._weights.follower_stages
@@ -281,12 +283,11 @@ class StageRuntime:
     def _do_send_gradient(self, action: Action, tally: Tally) -> None:
         grads = tally.gradients.pop(action.microbatch)
         self._send("B", action.microbatch, self.stage - 1, without_gaps(grads), tally)
-        tally.turn(Kind.B)
-        with self._computing():
-            self._layers.finish_backward()
+        self._finish_backwards(tally, keep=self._most_left)
 
     def _do_send_tied_gradient(self, action: Action, tally: Tally) -> None:
         assert action.peer is not None and tally.last_use is not None
+        self._finish_backwards(tally)
         grads = self._weights.take_tied_gradients(action.peer, tally.last_use)
         self._send("G", action.microbatch, action.peer, without_gaps(grads), tally)
 
@@ -310,6 +311,11 @@ class StageRuntime:
         """Restore `scaler_state`; None leaves the scaler as it is."""
         if self._scaler is not None and state is not None:
             self._scaler.load(state)
+
+    @property
+    def num_left(self) -> int:
+        """Backwards that have left gradients of weights for later."""
+        return self._layers.left.num_left
 
     def needed_layers(self) -> list[str]:
         """Names of the layers whose state `load_states` needs."""
@@ -356,11 +362,18 @@ class StageRuntime:
     def _receive(self, kind: str, j: int, stage: int, tally: Tally) -> Message:
         update, index = tally.where[j]
         tag = Tag(tally.segment.generation, kind, update, index)
+        while self.num_left and not self._link.has(self._workers[stage], tag):
+            with self._computing(), tally.aside(Kind.B):
+                self._layers.fill_gap()
         with self._waiting(stage, tally):
             message = self._link.recv(self._workers[stage], tag, self._stall_limit_s)
-        tensors = message.tensors
-        message.tensors = [t if t.data_ptr() % _ALIGNMENT == 0 else t.clone() for t in tensors]
+        message.tensors = list(map(aligned, message.tensors))
         return message
+
+    def _finish_backwards(self, tally: Tally, keep: int = 0) -> None:
+        """Compute the gradients that all but the last `keep` backwards have left for later."""
+        with self._computing(), tally.aside(Kind.B):
+            self._layers.left.finish(keep)
 
     @contextlib.contextmanager
     def _waiting(self, sender: int, tally: Tally) -> Iterator[None]:
@@ -369,11 +382,6 @@ class StageRuntime:
         with tally.waiting():
             yield
         self.waits_for = None
-
-    def _loss_factor(self, j: int, tally: Tally) -> float:
-        """What the loss, a sum, is multiplied with: one division per update, by its valid items."""
-        scale = 1.0 if self._scaler is None else self._scaler.scale
-        return scale / max(1, tally.num_valid(j))
 
     def _check_tied_versions(self, j: int, tally: Tally) -> None:
         """All holders of a tied weight use the version that its owner uses."""
@@ -388,7 +396,7 @@ class StageRuntime:
         if all(grad is None or is_finite(grad) for grad in grads):
             return
         update, index = tally.where[j]
-        self._layers.finish_backward()
+        self._layers.left.finish()
         layer = self._weights.layer_with_bad_gradient(use)
         raise reduce.not_finite(update, index, layer, self.stage, "gradient")
 

@@ -90,11 +90,11 @@ class Stage:
         self.layers = build_layers(model, plan.first, plan.stop, self._seed, device, given)
         self._specs = model.layers[plan.first : plan.stop]
         self._modules = list(self.layers.values())
-        self._late = LateGradients()
+        self.left = LateGradients()
         # Nobody waits for the first stage; recompute exists to keep less than this needs.
         splits = config.pipeline.split_backward and not self._recompute
         if splits and not self.is_first:
-            self._late.take_over(self._modules)
+            self.left.take_over(self._modules)
         self._mutable: dict[str, list[Tensor]] = {}
         self._generators = [torch.default_generator]
         if device.type == "cuda":
@@ -110,13 +110,13 @@ class Stage:
 
     def begin(self, *, training: bool) -> None:
         """Start a segment: switch dropout and the like, and drop what an interrupted one left."""
-        self._late.forget()
+        self.left.forget()
         for module in self._modules:
             module.train(training)
 
     def release(self) -> dict[str, nn.Module]:
         """The layers, without gradients and as they were given or built; this stage is over."""
-        self._late.release()
+        self.left.release()
         for module in self._modules:
             for parameter in module.parameters():
                 parameter.grad = None
@@ -155,22 +155,25 @@ class Stage:
     def backward(self, held: Held, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Propagate gradients of `held.outputs`; gives those of the stage's inputs.
 
-        Gradients of parameters add up on the leaves that the forward used, those of linear maps in
-        `finish_backward`, before the next one; with recompute the modules must hold those leaves
-        again.
+        Gradients of parameters add up on the leaves that the forward used, those of linear maps
+        when what is `left` gets done; with recompute the modules must hold those leaves again.
         """
         if not held.trees:
             try:
                 _propagate(held.outputs, grads)
             except Exception as error:
                 raise self._layer_failed(self._specs[-1], "backward", held, error) from error
+            self.left.end_backward()
         elif grads:
             self._backward_by_layer(held, grads)
         return [leaf.grad for leaf in held.inputs]
 
-    def finish_backward(self) -> None:
-        """Compute the gradients of weights that the last `backward` has left for later."""
-        self._late.finish()
+    def fill_gap(self) -> None:
+        """Do the next bit of what is `left`, and return when it is done."""
+        self.left.finish_one()
+        if self.device.type == "cuda":
+            # Kernels are only queued: without this, all that is left would be at once.
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _enter(
         self, activation: Activation | None, fields: Mapping[str, Tensor]

@@ -92,12 +92,19 @@ class Tally:
         """What the action has taken so far, without its waits."""
         return _clock() - self._started - (self._waited - self._waited_before)
 
-    def turn(self, kind: Kind) -> None:
-        """What follows of the action counts as of this kind."""
+    @contextlib.contextmanager
+    def aside(self, kind: Kind) -> Iterator[None]:
+        """Count what happens inside as an action of this kind."""
+        phase = self._phase
+        self._turn(_PHASE_OF[kind])
+        yield
+        self._turn(phase)
+
+    def _turn(self, phase: str) -> None:
         spent_s = self.spent_s()
         self._busy[self._phase] += spent_s - self._counted
         self._counted = spent_s
-        self._phase = _PHASE_OF[kind]
+        self._phase = phase
 
     def stop(self) -> None:
         """The action is over: what it did not wait counts for its phase."""

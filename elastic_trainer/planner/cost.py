@@ -10,7 +10,8 @@ from elastic_trainer.types import Profile
 class StageCosts:
     """Durations of the actions of stages that are cut at `cuts`.
 
-    Reductions and what tied parameters exchange count as free.
+    Reductions and what tied parameters exchange count as free. `late_s` and `late_cpu_s` are by
+    stage what each backward leaves for later: no part of any action.
 
     Args:
         profile: layers and overheads.
@@ -25,16 +26,16 @@ class StageCosts:
             return [math.fsum(getattr(x, name) for x in layers[a:b]) + beside for a, b in ranges]
 
         # The first stage has nobody to whom it would send a gradient early.
-        self._late = [0.0, *total("late_s")[1:]]
-        self._late_cpu = [0.0, *total("late_cpu_s")[1:]]
+        self.late_s: Sequence[float] = [0.0, *total("late_s")[1:]]
+        self.late_cpu_s: Sequence[float] = [0.0, *total("late_cpu_s")[1:]]
         self._seconds = {
             Kind.F: total("forward_s", over.forward_s),
-            Kind.B: _minus(total("backward_s", over.backward_s), self._late),
+            Kind.B: _minus(total("backward_s", over.backward_s), self.late_s),
             Kind.OPT: total("optimizer_s"),
         }
         self._cpu_seconds = {
             Kind.F: total("forward_cpu_s", over.forward_cpu_s),
-            Kind.B: _minus(total("backward_cpu_s", over.backward_cpu_s), self._late_cpu),
+            Kind.B: _minus(total("backward_cpu_s", over.backward_cpu_s), self.late_cpu_s),
             Kind.OPT: total("optimizer_cpu_s"),
         }
         # A gradient is as big as the activation that it belongs to.
@@ -45,16 +46,11 @@ class StageCosts:
 
     def duration(self, action: Action) -> float:
         """Seconds for which the action keeps its stage busy."""
-        return self._look_up(action, self._seconds, self._overheads.send_s) + self.after(action)
+        return self._look_up(action, self._seconds, self._overheads.send_s)
 
     def need(self, action: Action) -> float:
         """Seconds of `duration` in which a stage on CPUs needs a core."""
-        needed = self._look_up(action, self._cpu_seconds, self._overheads.send_cpu_s)
-        return needed + (self._late_cpu[action.stage] if action.kind is Kind.SEND_B else 0.0)
-
-    def after(self, action: Action) -> float:
-        """Seconds of `duration` that follow when the message of a SEND has left."""
-        return self._late[action.stage] if action.kind is Kind.SEND_B else 0.0
+        return self._look_up(action, self._cpu_seconds, self._overheads.send_cpu_s)
 
     def _look_up(
         self, action: Action, seconds: Mapping[Kind, Sequence[float]], send_s: float

@@ -3,7 +3,7 @@
 from itertools import accumulate
 
 from elastic_trainer.config import Config
-from elastic_trainer.schedule.build import delay, is_asynchronous
+from elastic_trainer.schedule.build import delay, is_asynchronous, most_left
 from elastic_trainer.types import Profile
 
 _MOMENTS = {"adamw": 2, "nadam": 2}
@@ -51,15 +51,21 @@ class MemoryModel:
         layers = profile.layers
         self._parameters = [0, *accumulate(layer.parameter_bytes for layer in layers)]
         self._saved = [0, *accumulate(layer.saved_bytes for layer in layers)]
+        self._late = [0, *accumulate(layer.late_bytes for layer in layers)]
         stages = range(num_stages)
         self._copies = [parameter_copies(schedule, s, num_stages, moments) for s in stages]
         self._live = [live_activations(schedule, s, num_stages, num_microbatches) for s in stages]
+        # One more is being left when it is seen that there are too many.
+        self._left = [min(most_left(schedule, s) + (s > 0), num_microbatches) for s in stages]
 
     def stage_bytes(self, first: int, stop: int, stage: int) -> int:
-        """Weights, gradients, moments, stash and live activations of layers `first` to `stop`."""
+        """What layers `first` to `stop` need: weights, gradients, moments, stash, live activations,
+        and what backwards have left for later.
+        """
         parameters = self._parameters[stop] - self._parameters[first]
         saved = self._saved[stop] - self._saved[first]
-        return parameters * self._copies[stage] + saved * self._live[stage]
+        late = (self._late[stop] - self._late[first]) * self._left[stage]
+        return parameters * self._copies[stage] + saved * self._live[stage] + late
 
 
 def stage_memory_bytes(

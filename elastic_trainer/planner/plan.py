@@ -9,8 +9,8 @@ from elastic_trainer.planner.cost import StageCosts
 from elastic_trainer.planner.memory import MemoryModel, num_moments
 from elastic_trainer.planner.partition import partition
 from elastic_trainer.planner.reasons import Candidate, Choice, Cuts, explain, format_bytes
-from elastic_trainer.planner.simulate import Cores, Timeline, simulate
-from elastic_trainer.schedule.build import build, is_asynchronous
+from elastic_trainer.planner.simulate import Cores, Late, Timeline, simulate
+from elastic_trainer.schedule.build import build, is_asynchronous, most_left
 from elastic_trainer.types import Plan, Prediction, Profile, StagePlan, WorkerId
 
 LayerTies = Sequence[tuple[int, int]]
@@ -250,7 +250,9 @@ class _Planner:
         if cores is not None:
             nodes = [None if found is None else found[0] for found in cores]
             shared = Cores(nodes, dict(found for found in cores if found), costs.need)
-        return simulate(lists, costs.duration, costs.link, shared, costs.after)
+        most = [most_left(self.schedule, stage) for stage in range(self.num_stages)]
+        late = Late(costs.late_s, costs.late_cpu_s, most)
+        return simulate(lists, costs.duration, costs.link, shared, late)
 
     def _memory_bytes(self, cuts: Cuts) -> tuple[int, ...]:
         ranges = _ranges(cuts, self.num_layers)

@@ -1,13 +1,14 @@
 """Plays a schedule with durations: when each action starts and ends, and how long stages idle.
 
 Sends are buffered and receives only post, as in the runtime, and links do not queue: a message is
-there `link(send)` seconds after it has been sent, at the end of its SEND but for what the sender
-does `after` it. Stages on one node may share its cores: an
-action then waits, first come first served, until one is free for the part of it that computes.
-Actions are played in order of time, each once, so long segments cost linear time.
+there `link(send)` seconds after the end of its SEND. What backwards leave for later fills the gaps
+in which a stage would wait. Stages on one node may share its cores: an action then waits, first
+come first served, until one is free for the part of it that computes. Actions are played in order
+of time, each once, so long segments cost linear time.
 """
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,9 +23,9 @@ _Message = tuple[Kind, int, int, int]
 class Timeline:
     """When everything happened; `start_s` and `end_s` have the shape of the lists.
 
-    `busy_s` adds up the durations of each stage's actions; `bubble_ratio` is the share of all
-    stages' time until the last one ends in which they were not busy. Waiting for a core is not
-    being busy: an action starts when it has got one.
+    `busy_s` adds up the durations of each stage's actions and what they left for later;
+    `bubble_ratio` is the share of all stages' time until the last one ends in which they were not
+    busy. Waiting for a core is not being busy: an action starts when it has got one.
     """
 
     makespan_s: float
@@ -49,8 +50,25 @@ class Cores:
     need: Callable[[Action], float]
 
 
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What each backward leaves for after its SEND_B, by stage.
+
+    It takes `seconds`, `cpu_seconds` of them on a core. A stage does it while it would wait; at
+    once, if more than the last `most` backwards have left something; and all before it steps.
+    """
+
+    seconds: Sequence[float]
+    cpu_seconds: Sequence[float]
+    most: Sequence[int]
+
+
+# Before these, all gradients of weights must be there.
+_ENDS_LATE = frozenset({Kind.REDUCE, Kind.OPT, Kind.SEND_G})
+
+
 def no_delay(action: Action) -> float:
-    """A link on which messages are there at once; nothing to be done after one."""
+    """A link on which messages are there at once."""
     return 0.0
 
 
@@ -59,7 +77,7 @@ def simulate(
     duration: Callable[[Action], float],
     link: Callable[[Action], float] = no_delay,
     cores: Cores | None = None,
-    after: Callable[[Action], float] = no_delay,
+    late: Late | None = None,
 ) -> Timeline:
     """Play complete lists (messages included).
 
@@ -69,9 +87,9 @@ def simulate(
             on all stages together, its duration after the last has come.
         link: seconds that the message of a SEND travels, during which both stages are free.
         cores: what stages share; None: every stage has a core of its own.
-        after: those of the `duration` of a SEND that come after its message has left.
+        late: what backwards leave for later; None: nothing.
     """
-    return _Simulation(lists, duration, link, cores, after).run()
+    return _Simulation(lists, duration, link, cores, late).run()
 
 
 class _Simulation:
@@ -81,14 +99,15 @@ class _Simulation:
         duration: Callable[[Action], float],
         link: Callable[[Action], float],
         cores: Cores | None,
-        after: Callable[[Action], float],
+        late: Late | None,
     ) -> None:
         self.lists = lists
         self.need = cores.need if cores else no_delay
         self.free = _free_cores(cores, len(lists)) if cores else [None] * len(lists)
         self.duration = duration
         self.link = link
-        self.after = after
+        self.late = late
+        self.left: list[deque[float]] = [deque() for _ in lists]  # seconds, by backward
         self.now = [0.0] * len(lists)
         self.busy = [0.0] * len(lists)
         self.start: list[list[float]] = [[] for _ in lists]
@@ -104,7 +123,11 @@ class _Simulation:
             self._look_ahead(stage)
         while self.ready:
             begin, stage = heapq.heappop(self.ready)
-            self._perform(stage, self.lists[stage][len(self.end[stage])], begin)
+            if self._must_catch_up(stage):
+                self._catch_up(stage, begin)
+            else:
+                self._fill(stage, begin)
+                self._perform(stage, self.lists[stage][len(self.end[stage])], begin)
         self._check_done()
         makespan = max(self.now, default=0.0)
         total = makespan * len(self.lists)
@@ -119,9 +142,12 @@ class _Simulation:
 
     def _look_ahead(self, stage: int) -> None:
         """Line up a stage's next action if its messages are known to come; otherwise wait for the
-        first unknown one.
+        first unknown one. What is left for later may have to come first.
         """
         actions, index = self.lists[stage], len(self.end[stage])
+        if self._must_catch_up(stage):
+            heapq.heappush(self.ready, (self.now[stage], stage))
+            return
         if index == len(actions):
             return
         begin = self.now[stage]
@@ -148,17 +174,60 @@ class _Simulation:
             begin = self._take_core(stage, action, begin)
             self._record(stage, begin, begin + seconds, seconds)
             if action.kind in SENDS:
-                self._deliver(action, begin + seconds - self.after(action))
+                self._deliver(action, begin + seconds)
+            if action.kind is Kind.SEND_B and self.late and self.late.seconds[stage] > 0:
+                self.left[stage].append(self.late.seconds[stage])
         self._look_ahead(stage)
 
     def _take_core(self, stage: int, action: Action, begin: float) -> float:
         """When the action starts: it keeps the core that is free first."""
+        need = self.need(action) if self.free[stage] is not None else 0.0
+        return self._keep_core(stage, need, begin)
+
+    def _keep_core(self, stage: int, need: float, begin: float) -> float:
         free = self.free[stage]
-        if free is None or (need := self.need(action)) <= 0:
+        if free is None or need <= 0:
             return begin
         begin = max(begin, free[0])
         heapq.heapreplace(free, begin + need)
         return begin
+
+    def _must_catch_up(self, stage: int) -> bool:
+        left, actions, index = self.left[stage], self.lists[stage], len(self.end[stage])
+        if self.late is None or not left:
+            return False
+        if index == len(actions) or actions[index].kind in _ENDS_LATE:
+            return True
+        return len(left) > self.late.most[stage]
+
+    def _catch_up(self, stage: int, begin: float) -> None:
+        """Do what the backward that has waited longest has left."""
+        seconds = self.left[stage].popleft()
+        begin = self._keep_core(stage, seconds * self._late_share(stage), begin)
+        self.now[stage] = begin + seconds
+        self.busy[stage] += seconds
+        self._look_ahead(stage)
+
+    def _fill(self, stage: int, until: float) -> None:
+        """Do what fits of what is left before the next action starts."""
+        left, begin = self.left[stage], self.now[stage]
+        if not left or until <= begin:
+            return
+        if (free := self.free[stage]) is not None:
+            begin = max(begin, free[0])
+        done = 0.0
+        while left and (seconds := min(left[0], until - begin - done)) > 0:
+            done += seconds
+            left[0] -= seconds
+            if left[0] <= 0:
+                left.popleft()
+        self._keep_core(stage, done * self._late_share(stage), begin)
+        self.busy[stage] += done
+
+    def _late_share(self, stage: int) -> float:
+        """The part of what is left for later that needs a core."""
+        assert self.late is not None
+        return self.late.cpu_seconds[stage] / self.late.seconds[stage]
 
     def _needs(self, action: Action) -> list[_Message]:
         stage, j = action.stage, action.microbatch

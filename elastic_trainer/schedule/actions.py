@@ -15,7 +15,8 @@ An action prints and parses: `2F0` is stage 2's forward of microbatch 0, `3SEND_
 | SEND_W j, RECV_W j | tied weights after OPT j, owner to follower |
 | TIE j | the follower installs the owner's weights of OPT j |
 
-What B j computes for its own stage alone may be left for after SEND_B j, as a part of that action.
+What B j computes for its own stage alone may be left for later: for when the stage would wait, at
+the latest for before SEND_G, REDUCE and OPT.
 RECV posts and never blocks: the F, B, OPT or TIE that needs the message waits for it. `peer` is set
 for G and W (the other stage) and for TIE (the owner); F and B only ever meet their neighbour.
 """

@@ -25,6 +25,16 @@ def delay(stage: int, num_stages: int) -> int:
     return num_stages - 1 - stage
 
 
+def most_left(name: str, stage: int) -> int:
+    """Backwards of which a stage may leave the gradients of weights for later, see `actions`.
+
+    As many as there are stages before it: together with its own activations in flight, those of
+    P microbatches at most, as many as the first stage holds. An asynchronous stage updates after
+    each backward.
+    """
+    return 0 if is_asynchronous(name) else stage
+
+
 def build(
     name: str,
     num_stages: int,

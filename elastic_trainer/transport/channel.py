@@ -55,7 +55,7 @@ Outgoing = Message | Arrays
 class Channel(ABC):
     """Carries messages between one worker and its peers.
 
-    `send` and `recv` belong to one compute thread; any thread may call the other methods.
+    `send`, `recv` and `has` belong to one compute thread; any thread may call the other methods.
     """
 
     @abstractmethod
@@ -92,6 +92,15 @@ class Channel(ABC):
 
         Raises:
             StallError: it did not come within `timeout_s`.
+            FencedError: the tag belongs to an older generation than this channel.
+            TransportError: a peer sent what is no message; or whatever `interrupt` was given.
+        """
+
+    @abstractmethod
+    def has(self, peer: WorkerId, tag: Tag) -> bool:
+        """Whether `recv` would find the message, without waiting for one.
+
+        Raises:
             FencedError: the tag belongs to an older generation than this channel.
             TransportError: a peer sent what is no message; or whatever `interrupt` was given.
         """

@@ -52,6 +52,9 @@ class Exchange:
     def recv(self, peer: WorkerId, tag: Tag, timeout_s: float) -> Message:
         return self._edge(peer).recv(peer, tag, timeout_s)
 
+    def has(self, peer: WorkerId, tag: Tag) -> bool:
+        return self._edge(peer).has(peer, tag)
+
     def advance(self, generation: int) -> None:
         for channel in self._channels.values():
             channel.advance(generation)

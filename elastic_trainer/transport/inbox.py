@@ -49,6 +49,12 @@ class Inbox:
                 del self._messages[peer, tag]
             return message
 
+    def has(self, peer: WorkerId, tag: Tag) -> bool:
+        """Whether `take` would find a message."""
+        with self.lock:
+            self.check(tag, f"receive from {peer}")
+            return (peer, tag) in self._messages
+
     def take_any(self) -> tuple[WorkerId, Tag, Message] | None:
         """The message of this generation that has waited longest, whoever sent it."""
         with self.lock:
@@ -159,6 +165,11 @@ class BufferedChannel(Channel):
                     "elastic.stall_limit_s sets the limit",
                 )
             self._pump(seen, timeout_s - waited)
+
+    def has(self, peer: WorkerId, tag: Tag) -> bool:
+        if not self._inbox.has(peer, tag):
+            self._pump(self._inbox.version, 0.0)
+        return self._inbox.has(peer, tag)
 
     def recv_any(self, timeout_s: float) -> tuple[WorkerId, Tag, Message] | None:
         """The next message of this generation, whoever sent it; for servers, instead of `recv`.

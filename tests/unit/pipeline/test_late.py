@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from elastic_trainer.pipeline.late import LateGradients
 from elastic_trainer.pipeline.overheads import Taken
 from elastic_trainer.pipeline.profiler import profile_layers
 from elastic_trainer.pipeline.stage import Activation, Stage
+from elastic_trainer.schedule.actions import Action, Kind
 from elastic_trainer.testing.in_process import InProcessPipeline, even_plan, with_settings
 from elastic_trainer.testing.toys import tiny_gpt, token_batches
-from elastic_trainer.transport.channel import Tag
+from elastic_trainer.transport.channel import Message, Tag
 from elastic_trainer.transport.tree import flatten
 from elastic_trainer.types import StagePlan
 
@@ -90,7 +92,11 @@ def compiled() -> nn.Module:
 
 
 def gradients(
-    make: Make, shape: Sequence[int], late: bool, dtype: torch.dtype | None = None
+    make: Make,
+    shape: Sequence[int],
+    late: bool,
+    dtype: torch.dtype | None = None,
+    keep: int = 0,
 ) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     """Of the inputs and of the parameters, after three microbatches."""
     torch.manual_seed(0)
@@ -104,9 +110,11 @@ def gradients(
         with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             y = module(x)
         y.backward(torch.randn_like(y))
-        taken.finish()
+        taken.end_backward()
+        taken.finish(keep)
         assert x.grad is not None
         inputs.append(x.grad)
+    taken.finish()
     taken.release()
     return inputs, {name: p.grad for name, p in module.named_parameters()}
 
@@ -127,9 +135,12 @@ CASES: dict[str, Make] = {
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
 @pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (0, 6), (2, 2, 3, 6), (1, 6)], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_no_bit_changes(case: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("keep", [0, 2])
+def test_no_bit_changes(
+    case: str, shape: tuple[int, ...], dtype: torch.dtype | None, keep: int
+) -> None:
     (want_inputs, want), (got_inputs, got) = (
-        gradients(CASES[case], shape, late, dtype) for late in (False, True)
+        gradients(CASES[case], shape, late, dtype, keep) for late in (False, True)
     )
     assert all(torch.equal(a, b) for a, b in zip(got_inputs, want_inputs, strict=True))
     assert got.keys() == want.keys()
@@ -146,6 +157,7 @@ def test_what_is_left_is_that_of_the_maps_alone() -> None:
     x = torch.randn(5, 6, requires_grad=True)
     module(x).sum().backward()
     assert x.grad is not None
+    late.end_backward()
     early = {name for name, p in module.named_parameters() if p.grad is not None}
     assert early == {"2.weight", "2.bias"}
     late.finish()
@@ -158,6 +170,48 @@ def test_what_is_watched_comes_early() -> None:
     module.weight.register_hook(lambda grad: seen.append(grad.shape))  # type: ignore[no-untyped-call]
     module(torch.randn(5, 6, requires_grad=True)).sum().backward()
     assert seen == [module.weight.shape] and module.weight.grad is not None
+
+
+class Turns(nn.Module):
+    """A map whose input wants no gradient every third time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.turn = nn.Linear(6, 6), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turn += 1
+        made: Tensor = x * self.inner(x if self.turn % 3 else x.detach())
+        return made
+
+
+def test_gradients_that_come_early_overtake_none() -> None:
+    (_, want), (_, got) = (
+        gradients(Turns, (500, 6), late, keep=9 if late else 0) for late in (False, True)
+    )
+    weight, other = want["inner.weight"], got["inner.weight"]
+    assert weight is not None and other is not None and torch.equal(weight, other)
+
+
+def test_what_is_left_is_done_in_order_and_counted() -> None:
+    module, late = nn.Linear(6, 4, bias=False), LateGradients()
+    late.take_over([module])
+    grads = []
+    for _ in range(3):
+        x = torch.randn(5, 6, requires_grad=True)
+        y = module(x)
+        grad = torch.randn_like(y)
+        y.backward(grad)
+        late.end_backward()
+        grads.append(grad.t() @ x.detach())
+    assert late.num_left == 3 and late.left_bytes == 3 * 4 * (5 * 6 + 5 * 4)
+    late.finish(keep=2)
+    assert late.num_left == 2 and module.weight.grad is not None
+    assert torch.equal(module.weight.grad, grads[0])
+    late.finish_one()
+    assert torch.equal(module.weight.grad, grads[0] + grads[1])
+    late.forget()
+    assert late.num_left == late.left_bytes == 0
 
 
 def test_others_wrappers_and_subclasses_stay() -> None:
@@ -229,6 +283,59 @@ def test_the_input_gradient_leaves_first(split: bool, schedule: str) -> None:
     pipeline.close()
 
 
+@pytest.mark.parametrize(("schedule", "most"), [("1f1b", [0, 1, 2]), ("async_1f1b", [0, 0, 0])])
+def test_a_stage_leaves_no_more_than_it_may(schedule: str, most: list[int]) -> None:
+    model = tiny_gpt()
+    groups = (2, 2, 2, 2, 2, 2) if schedule == "1f1b" else (2,)
+    config = with_settings(Config(), train={"max_grad_norm": 0.0})
+    seen = [set[int]() for _ in most]
+
+    def count(stage: int, action: Action) -> None:
+        left = pipeline.runtimes[stage].num_left
+        if action.kind is Kind.SEND_B:
+            seen[stage].add(left)
+        assert action.kind is not Kind.OPT or left == 0
+
+    pipeline = InProcessPipeline(
+        model,
+        config,
+        even_plan(model, 3, schedule),
+        token_batches(4, groups),
+        hooks={s: RuntimeHooks(after=partial(count, s)) for s in range(3)},
+    )
+    pipeline.train(1, 4)
+    assert [max(left, default=0) for left in seen] == most
+    pipeline.close()
+
+
+@pytest.mark.parametrize("comes", ["at once", "soon", "late"])
+def test_gaps_are_filled(comes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last stage does what is left before it waits, bit by bit, and only if it has to wait."""
+    model = tiny_gpt()
+    pipeline = InProcessPipeline(
+        model, Config(), even_plan(model, 3, "1f1b"), token_batches(1, (2,) * 6)
+    )
+    runtime, channel = pipeline.runtimes[2], pipeline.channels[2]
+    recv, seen = channel.recv, list[int]()
+
+    def watched(peer: str, tag: Tag, timeout_s: float) -> Message:
+        seen.append(runtime.num_left)
+        return recv(peer, tag, timeout_s)
+
+    asked = set[Tag]()
+
+    def has(peer: str, tag: Tag) -> bool:
+        is_first = tag not in asked
+        asked.add(tag)
+        return {"at once": True, "soon": not is_first, "late": False}[comes]
+
+    monkeypatch.setattr(channel, "has", has)
+    monkeypatch.setattr(channel, "recv", watched)
+    pipeline.train(1, 1)
+    assert (max(seen) > 0) is (comes != "late")
+    pipeline.close()
+
+
 def linear_stage() -> Stage:
     """The middle one of three: two maps."""
     layers = (
@@ -249,7 +356,7 @@ def test_a_segment_begins_without_what_an_interrupted_one_left() -> None:
     _, held = stage.forward(1, 0, Activation(spec, tensors, [True]), {})
     stage.backward(held, [torch.ones(5, 6)])
     stage.begin(training=True)
-    stage.finish_backward()
+    stage.left.finish()
     assert all(p.grad is None for m in stage.layers.values() for p in m.parameters())
 
 
@@ -315,5 +422,7 @@ def test_a_profile_says_how_much_comes_late(monkeypatch: pytest.MonkeyPatch) -> 
         config = with_settings(Config(), pipeline={"split_backward": split})
         layers = profile_layers(model, config, sample, torch.device("cpu")).layers
         for layer in layers:
+            # Input and gradient of the output, for 512 rows of 64 numbers.
+            assert layer.late_bytes == (2 * 512 * 64 * 4 if split else 0)
             assert layer.backward_s == layer.late_s == (2.0 if split else 0.0)
             assert layer.backward_cpu_s == layer.late_cpu_s == layer.late_s

@@ -216,6 +216,27 @@ def test_memory_of_a_stage(schedule: str, stage: int, copies: int, live: int) ->
     assert parameter_copies(schedule, stage, 4, 2) == copies
 
 
+@pytest.mark.parametrize(
+    ("schedule", "stage", "count", "left"),
+    [
+        ("1f1b", 0, 8, 0),
+        ("1f1b", 1, 8, 2),
+        ("1f1b", 3, 8, 4),
+        ("gpipe", 2, 8, 3),
+        ("1f1b", 3, 2, 2),
+        ("async_1f1b", 3, 8, 1),
+    ],
+)
+def test_memory_of_what_backwards_leave(schedule: str, stage: int, count: int, left: int) -> None:
+    """Of one backward more than a stage may leave, until that has been worked off."""
+    plain = profile([0.1] * 6)
+    layers = replace(plain, layers=tuple(replace(x, late_bytes=1000) for x in plain.layers))
+    with_late, without = (
+        stage_memory_bytes(x, 1, 4, stage, 4, schedule, count, moments=2) for x in (layers, plain)
+    )
+    assert with_late - without == 3 * 1000 * left
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "async_1f1b"])
 def test_live_activations_are_what_the_schedule_holds(name: str) -> None:
     for num_stages in range(1, 6):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_trainer.errors import ScheduleError
-from elastic_trainer.planner.simulate import Cores, Timeline, simulate
+from elastic_trainer.planner.simulate import Cores, Late, Timeline, simulate
 from elastic_trainer.schedule.actions import RECEIVES, Action, ActionLists, Kind
-from elastic_trainer.schedule.build import build, forward_only
+from elastic_trainer.schedule.build import build, forward_only, most_left
 
 SECONDS = {Kind.F: 1.0, Kind.B: 2.0}
 
@@ -39,21 +39,46 @@ def test_the_closed_form_for_any_durations(p: int, m: int, tf: float, tb: float)
     assert timeline.makespan_s == pytest.approx((m + p - 1) * (tf + tb), rel=1e-12)
 
 
-def test_input_gradients_that_leave_first_shorten_the_bubble() -> None:
-    """M(tf+tb) + (P-1)(tf+ti), ti being what a backward does before it sends (Qi et al., 2024)."""
-
-    def after(action: Action) -> float:
-        return 1.0 if action.kind is Kind.SEND_B else 0.0
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "in gaps"])
+def test_input_gradients_that_leave_first_shorten_the_bubble(waits: bool) -> None:
+    """The closed forms of Qi et al. (2024): M(tf+ti+tw) + (P-1)(tf+ti) if what is left is done at
+    once, and (P-1)tw less if it fills the gaps as in their ZB-H1; few microbatches fill fewer."""
 
     def duration(action: Action) -> float:
         # The first stage has nothing to send: all of its backward is one action.
         is_early = action.kind is Kind.B and action.stage > 0
-        return plain(action) - is_early + after(action)
+        return plain(action) - is_early
 
     for num_stages, count in itertools.product(range(1, 9), repeat=2):
-        timeline = simulate(build("1f1b", num_stages, [count]), duration, after=after)
-        assert timeline.makespan_s == count * 3.0 + (num_stages - 1) * 2.0
+        most = [most_left("1f1b", stage) if waits else 0 for stage in range(num_stages)]
+        seconds = [float(stage > 0) for stage in range(num_stages)]
+        lists = build("1f1b", num_stages, [count])
+        timeline = simulate(lists, duration, late=Late(seconds, seconds, most))
+        filled = min(num_stages, count) - 1.0 if waits else 0.0
         assert timeline.busy_s == (count * 3.0,) * num_stages
+        assert timeline.makespan_s == count * 3.0 + (num_stages - 1) * 2.0 - filled
+
+
+@given(st.integers(1, 5), st.integers(1, 8), st.floats(0.01, 10), st.floats(0.01, 10), st.data())
+def test_what_is_left_is_done_in_time(p: int, m: int, ti: float, tw: float, data: Any) -> None:
+    """All of it, whatever the cores; never later than if all were done at once on own cores."""
+    late = Late([tw] * p, [tw] * p, [most_left("1f1b", stage) for stage in range(p)])
+    lists = build("1f1b", p, [m])
+
+    def duration(action: Action) -> float:
+        return {Kind.F: 1.0, Kind.B: ti}.get(action.kind, 0.0)
+
+    at_once = simulate(lists, duration, late=replace(late, most=[0] * p))
+    count = data.draw(st.integers(1, p))
+    cores = Cores(["here"] * p, {"here": count}, duration)
+    for shared in (None, cores):
+        timeline = simulate(lists, duration, cores=shared, late=late)
+        # No gradient leaves the first stage, and so nothing is left there.
+        assert timeline.busy_s == pytest.approx([m * (1 + ti + tw * (s > 0)) for s in range(p)])
+        if shared is None:
+            assert timeline.makespan_s <= at_once.makespan_s * (1 + 1e-12)
+        else:
+            assert timeline.makespan_s >= sum(timeline.busy_s) / count * (1 - 1e-12)
 
 
 @pytest.mark.parametrize("num_stages", range(1, 9))

@@ -123,6 +123,25 @@ def test_equal_tags_come_in_order(pair: Pair) -> None:
     assert [b.recv("a", tag(), WAIT_S).tensors[0].item() for _ in range(4)] == [0, 1, 2, 3]
 
 
+def test_what_has_arrived_is_seen_without_waiting(pair: Pair) -> None:
+    a, b = pair
+    assert not b.has("a", tag())
+    a.send("b", tag(1), Message([]))
+    a.send("b", tag(), Message([torch.tensor(5)]))
+    deadline = time.monotonic() + WAIT_S
+    while not b.has("a", tag()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert b.has("a", tag()) and not b.has("a", tag(2))
+    assert b.recv("a", tag(), 0.0).tensors[0].item() == 5
+    assert not b.has("a", tag())
+    b.interrupt(WorkerLostError("a died"))
+    with pytest.raises(WorkerLostError):
+        b.has("a", tag(1))
+    b.advance(1)
+    with pytest.raises(FencedError):
+        b.has("a", tag(1))
+
+
 def test_large_tensors_and_byte_counts(pair: Pair) -> None:
     a, b = pair
     large = torch.arange(6 << 20, dtype=torch.int64)  # 48 MiB

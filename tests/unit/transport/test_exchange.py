@@ -26,7 +26,9 @@ def test_each_edge_takes_its_channel() -> None:
     b, c = Exchange(channels["b"], {"a": "fast"}), Exchange(channels["c"], {"a": "safe"})
     for peer, exchange in (("b", b), ("c", c)):
         a.connect(peer, exchange.addresses())
+        assert not exchange.has("a", TAG)
         a.send(peer, TAG, Message([torch.ones(2)]))
+        assert exchange.has("a", TAG)
         assert exchange.recv("a", TAG, 10).tensors[0].tolist() == [1, 1]
         exchange.send("a", TAG, Message([torch.ones(3)]))
         assert a.recv(peer, TAG, 10).tensors[0].numel() == 3
