@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from elastic_trainer.errors import ModelError
+
 
 class _Use(NamedTuple):
     """What the gradients of a map are made of: its parameters, its input, its output's gradient."""
@@ -27,18 +29,32 @@ class _Use(NamedTuple):
     bias: Tensor | None
     value: Tensor  # (rows, in)
     grad: Tensor  # (rows, out)
+    versions: tuple[int, int]  # of the two: what autograd would have refused to use is refused
+
+    def check(self) -> None:
+        """
+        Raises:
+            ModelError: the input, or its output's gradient, was overwritten meanwhile.
+        """
+        if (self.value._version, self.grad._version) != self.versions:
+            raise ModelError(
+                f"the input of a linear map with a weight of {tuple(self.weight.shape)} was "
+                "written to after its backward, before the gradient of the weight was computed",
+                "Set pipeline.split_backward=false, or let the layer make a new tensor each time",
+            )
 
 
 class LateGradients:
     """Takes over the `nn.Linear` among a stage's modules until `release`.
 
     The gradients of all others come early: of subclasses, of maps whose parameters another module
-    holds too or somebody watches, of those in compiled code.
+    holds too, somebody watches, or something else computes, of those in compiled code. A parameter
+    that code uses beside its module gets the same gradient, added up in another order.
     """
 
     def __init__(self) -> None:
         self._linears: list[nn.Linear] = []
-        self._uses: list[_Use] = []  # of the backward at hand
+        self._uses: dict[tuple[int, int], list[_Use]] = {}  # of the backward at hand
         self._left: deque[deque[list[_Use]]] = deque()  # by backward, then by weight
         self._hurries = False
 
@@ -64,16 +80,16 @@ class LateGradients:
 
     def note(self, use: _Use) -> None:
         """Leave the gradients of this use for later; called in the backward."""
-        self._uses.append(use)
+        # Autograd adds up what one graph gives a leaf. Reentrant checkpoints have graphs of their
+        # own, and whichever ends first is added first.
+        key = (id(use.weight), torch._C._current_graph_task_id())
+        self._uses[key] = [*self._uses.pop(key, []), use]
 
     def end_backward(self) -> None:
         """A backward is over: what it has left is one entry in the line of what is to be done."""
-        uses: dict[int, list[_Use]] = {}
-        for use in self._uses:
-            uses.setdefault(id(use.weight), []).append(use)
+        if self._uses:
+            self._left.append(deque(self._uses.values()))
         self._uses.clear()
-        if uses:
-            self._left.append(deque(uses.values()))
 
     @property
     def num_left(self) -> int:
@@ -92,13 +108,19 @@ class LateGradients:
         """Compute the gradients of the map that has waited longest, and add them to what there is.
 
         Each map's gradients thus add up in the order of the backwards.
+
+        Raises:
+            ModelError: what they are made of was overwritten meanwhile.
         """
         alike = self._left[0].popleft()
         if not self._left[0]:
             self._left.popleft()
-        _add(alike[0].weight, [use.grad.t().mm(use.value) for use in alike])
-        if (bias := alike[0].bias) is not None and bias.requires_grad:
-            _add(bias, [use.grad.sum(0) for use in alike])
+        for use in alike:
+            use.check()
+        with torch.autocast(alike[0].value.device.type, enabled=False):
+            _add(alike[0].weight, [use.grad.t().mm(use.value) for use in alike])
+            if (bias := alike[0].bias) is not None and bias.requires_grad:
+                _add(bias, [use.grad.sum(0) for use in alike])
 
     def finish(self, keep: int = 0) -> None:
         """Do what is left, but for that of the last `keep` backwards."""
@@ -152,8 +174,8 @@ def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None, casts: bool) -> bo
         and x.dim() > 1
         and weight.requires_grad
         and (casts or x.dtype == weight.dtype)
-        and not any(
-            p._backward_hooks or p._post_accumulate_grad_hooks
+        and all(
+            p.is_leaf and not p._backward_hooks and not p._post_accumulate_grad_hooks
             for p in (weight, bias)
             if p is not None
         )
@@ -180,7 +202,10 @@ class _Linear(torch.autograd.Function):
         x, used = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         weight, bias = ctx.leaves
-        ctx.late.note(_Use(weight, bias, x.reshape(-1, x.shape[-1]), rows))
+        # Detached, so that what is left keeps no graph alive.
+        value, rows_left = x.detach().reshape(-1, x.shape[-1]), rows.detach()
+        versions = value._version, rows_left._version
+        ctx.late.note(_Use(weight, bias, value, rows_left, versions))
         return rows.mm(used).view(x.shape), None, None, None
 
 

@@ -209,7 +209,10 @@ class _Simulation:
         self._look_ahead(stage)
 
     def _fill(self, stage: int, until: float) -> None:
-        """Do what fits of what is left before the next action starts."""
+        """Do what fits of what is left before the next action starts.
+
+        On shared cores it comes after whatever else started in the gap.
+        """
         left, begin = self.left[stage], self.now[stage]
         if not left or until <= begin:
             return

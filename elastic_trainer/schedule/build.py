@@ -28,8 +28,8 @@ def delay(stage: int, num_stages: int) -> int:
 def most_left(name: str, stage: int) -> int:
     """Backwards of which a stage may leave the gradients of weights for later, see `actions`.
 
-    As many as there are stages before it: together with its own activations in flight, those of
-    P microbatches at most, as many as the first stage holds. An asynchronous stage updates after
+    As many as there are stages before it: under 1F1B, together with its own activations in flight,
+    those of P microbatches, as many as the first stage holds. An asynchronous stage updates after
     each backward.
     """
     return 0 if is_asynchronous(name) else stage

@@ -98,7 +98,7 @@ class Channel(ABC):
 
     @abstractmethod
     def has(self, peer: WorkerId, tag: Tag) -> bool:
-        """Whether `recv` would find the message, without waiting for one.
+        """Whether the message is known to be there; what has just arrived may be seen a call later.
 
         Raises:
             FencedError: the tag belongs to an older generation than this channel.

@@ -1,5 +1,6 @@
 """Gradients of weights that come after the gradient of the input: the same bits, later."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -8,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from elastic_trainer.config import Config
-from elastic_trainer.errors import NonFiniteError
+from elastic_trainer.errors import ModelError, NonFiniteError
 from elastic_trainer.models.layers import LayerSpec, ModelSpec
 from elastic_trainer.models.losses import squared_error
 from elastic_trainer.pipeline import late as late_module
@@ -71,6 +73,34 @@ class Again(nn.Module):
         return made
 
 
+class Looped(nn.Module):
+    """Runs the same maps again and again, each time once more in the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(3):
+            x = torch.tanh(self.inner(x))
+            x = checkpoint(self.inner, x, use_reentrant=True)
+        return x
+
+
+def computed(wrap: Callable[[nn.Module], nn.Module]) -> Make:
+    """The first map's weight is made of other parameters."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(wrap(nn.Linear(6, 6)), nn.Tanh(), nn.Linear(6, 4))
+
+    return make
+
+
+def pruned(module: nn.Module) -> nn.Module:
+    made: nn.Module = prune.l1_unstructured(module, "weight", 5)  # type: ignore[no-untyped-call]
+    return made
+
+
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 4, bias=False))
 
@@ -128,6 +158,9 @@ CASES: dict[str, Make] = {
     "frozen map": frozen("3.weight"),
     "checkpoint": lambda: Again(use_reentrant=False),
     "reentrant checkpoint": lambda: Again(use_reentrant=True),
+    "looped checkpoint": Looped,
+    "spectral norm": computed(nn.utils.spectral_norm),
+    "pruned": computed(pruned),
     "compiled": compiled,
 }
 
@@ -212,6 +245,55 @@ def test_what_is_left_is_done_in_order_and_counted() -> None:
     assert torch.equal(module.weight.grad, grads[0] + grads[1])
     late.forget()
     assert late.num_left == late.left_bytes == 0
+
+
+class Workspace(nn.Module):
+    """Writes the input of its map to where the last one was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.space = nn.Linear(6, 6), torch.empty(5, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        space = self.space.detach()
+        space.copy_(x)
+        made: Tensor = self.inner(space)
+        return made
+
+
+def test_an_input_that_was_written_to_is_refused_as_by_autograd() -> None:
+    gradients(Workspace, (5, 6), late=True)
+    with pytest.raises(
+        ModelError, match=r"weight of \(6, 6\) was written to.*split_backward=false"
+    ):
+        gradients(Workspace, (5, 6), late=True, keep=2)
+
+
+def test_what_is_left_keeps_no_graph() -> None:
+    module, late = plain(), LateGradients()
+    late.take_over([module])
+    x = torch.randn(5, 6, requires_grad=True)
+    leaf = weakref.ref(x)
+    module(torch.tanh(x)).sum().backward()
+    late.end_backward()
+    del x
+    assert late.num_left == 1 and leaf() is None
+
+
+def test_what_is_left_is_computed_in_its_own_precision() -> None:
+    """Though hurried by a forward under autocast."""
+    grads = []
+    for hurried in (False, True):
+        torch.manual_seed(0)
+        module, late = nn.Linear(6, 4), LateGradients()
+        late.take_over([module])
+        module(torch.randn(5, 6, requires_grad=True)).sum().backward()
+        late.end_backward()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=hurried):
+            late.hurry()
+        assert module.weight.grad is not None
+        grads.append(module.weight.grad)
+    assert torch.equal(*grads)
 
 
 def test_others_wrappers_and_subclasses_stay() -> None:

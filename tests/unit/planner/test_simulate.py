@@ -40,23 +40,30 @@ def test_the_closed_form_for_any_durations(p: int, m: int, tf: float, tb: float)
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["at once", "in gaps"])
-def test_input_gradients_that_leave_first_shorten_the_bubble(waits: bool) -> None:
+@pytest.mark.parametrize(
+    ("tf", "ti", "tw"),
+    [(1.0, 1.0, 1.0), (1.0, 1.0, 0.5), (1.0, 1.0, 1.5), (0.5, 1.0, 1.0), (1.0, 1.0, 3.0)],
+)
+def test_input_gradients_that_leave_first_shorten_the_bubble(
+    tf: float, ti: float, tw: float, waits: bool
+) -> None:
     """The closed forms of Qi et al. (2024): M(tf+ti+tw) + (P-1)(tf+ti) if what is left is done at
-    once, and (P-1)tw less if it fills the gaps as in their ZB-H1; few microbatches fill fewer."""
+    once, and (P-1)tw less if it fills the gaps as in their ZB-H1, if tw is not the longest."""
 
     def duration(action: Action) -> float:
         # The first stage has nothing to send: all of its backward is one action.
-        is_early = action.kind is Kind.B and action.stage > 0
-        return plain(action) - is_early
+        back = ti + tw * (action.stage == 0)
+        return {Kind.F: tf, Kind.B: back}.get(action.kind, 0.0)
 
-    for num_stages, count in itertools.product(range(1, 9), repeat=2):
+    for num_stages, more in itertools.product(range(1, 9), range(4)):
+        count = num_stages + more
         most = [most_left("1f1b", stage) if waits else 0 for stage in range(num_stages)]
-        seconds = [float(stage > 0) for stage in range(num_stages)]
+        seconds = [tw * (stage > 0) for stage in range(num_stages)]
         lists = build("1f1b", num_stages, [count])
         timeline = simulate(lists, duration, late=Late(seconds, seconds, most))
-        filled = min(num_stages, count) - 1.0 if waits else 0.0
-        assert timeline.busy_s == (count * 3.0,) * num_stages
-        assert timeline.makespan_s == count * 3.0 + (num_stages - 1) * 2.0 - filled
+        gap = tf + ti - (min(tf, ti, tw) if waits else 0.0)
+        assert timeline.busy_s == (count * (tf + ti + tw),) * num_stages
+        assert timeline.makespan_s == count * (tf + ti + tw) + (num_stages - 1) * gap
 
 
 @given(st.integers(1, 5), st.integers(1, 8), st.floats(0.01, 10), st.floats(0.01, 10), st.data())
