@@ -168,7 +168,7 @@ class StageRuntime:
                 fields = self._feed.fetch(update, index, kind, self._stall_limit_s)
         use = self._weights.install_newest()
         if training:
-            self._check_tied_versions(j, tally)
+            self._weights.check_tied(tally.position(j))
         measuring = tally.measuring(j, self._weights.storages() if j == 0 else set())
         with self._computing(), measuring:
             output, held = self._layers.forward(
@@ -382,13 +382,6 @@ class StageRuntime:
         with tally.waiting():
             yield
         self.waits_for = None
-
-    def _check_tied_versions(self, j: int, tally: Tally) -> None:
-        """All holders of a tied weight use the version that its owner uses."""
-        for owner, version in self._weights.tied_versions().items():
-            late = delay(owner, self._num_stages) if self._is_async else 0
-            expected = max(0, tally.position(j) - late)
-            assert version == expected, f"tied weights of version {version}, not {expected}"
 
     def _check_input_gradients(
         self, grads: Sequence[Tensor | None], tally: Tally, j: int, use: InUse

@@ -27,6 +27,8 @@ from elastic_trainer.pipeline.optim import (
 )
 from elastic_trainer.pipeline.reduce import Norms, parameter_norms
 from elastic_trainer.pipeline.stash import StageParam, VersionRing, collect_params
+from elastic_trainer.schedule.build import delay as schedule_delay
+from elastic_trainer.schedule.build import is_asynchronous
 from elastic_trainer.types import Plan
 
 LayerState = dict[str, Tensor]
@@ -69,6 +71,11 @@ class StageWeights:
         self._remote = [param for params in self._followers.values() for param in params]
         self._tied_now = [param.leaf for param in self._remote]
         self._tied_version = dict.fromkeys(self._followers, 0)
+        is_async = is_asynchronous(plan.schedule)
+        self._owner_delay = {
+            owner: schedule_delay(owner, plan.num_stages) if is_async else 0
+            for owner in self._followers
+        }
         steppable = {id(p) for p in self._params} - {id(p) for p in self._remote}
         steppable -= {id(follower) for _, follower in shared}
         owned = [p for p in self._params if id(p) in steppable and p.leaf.requires_grad]
@@ -106,9 +113,13 @@ class StageWeights:
         """Where the parameters lie that forwards use now."""
         return {param.leaf.untyped_storage().data_ptr() for param in self._params}
 
-    def tied_versions(self) -> Mapping[int, int]:
-        """Per owner stage, the version of the tied weights that forwards use now."""
-        return self._tied_version
+    def check_tied(self, position: int) -> None:
+        """All holders of a tied weight use the version that its owner uses for the forward of this
+        update, counted from the segment's first.
+        """
+        for owner, version in self._tied_version.items():
+            expected = max(0, position - self._owner_delay[owner])
+            assert version == expected, f"tied weights of version {version}, not {expected}"
 
     def take_tied_gradients(self, owner_stage: int, use: InUse) -> list[Tensor | None]:
         """What backwards left on the followers of that stage's parameters."""

@@ -171,7 +171,7 @@ class _Simulation:
                 self.gradients.setdefault((stage, action.microbatch), []).append(message)
         else:
             seconds = self.duration(action)
-            begin = self._take_core(stage, action, begin)
+            begin = self._keep_core(stage, self.need(action), begin)
             self._record(stage, begin, begin + seconds, seconds)
             if action.kind in SENDS:
                 self._deliver(action, begin + seconds)
@@ -179,12 +179,8 @@ class _Simulation:
                 self.left[stage].append(self.late.seconds[stage])
         self._look_ahead(stage)
 
-    def _take_core(self, stage: int, action: Action, begin: float) -> float:
-        """When the action starts: it keeps the core that is free first."""
-        need = self.need(action) if self.free[stage] is not None else 0.0
-        return self._keep_core(stage, need, begin)
-
     def _keep_core(self, stage: int, need: float, begin: float) -> float:
+        """When what could begin then does: it keeps the core that is free first for `need` s."""
         free = self.free[stage]
         if free is None or need <= 0:
             return begin
