@@ -23,6 +23,7 @@ from elastic_trainer.actors.links import (
     own_ip,
 )
 from elastic_trainer.actors.planning import own_cores, profile_facts
+from elastic_trainer.actors.priority import compute_in_long_slices
 from elastic_trainer.actors.pulse import ASKS_PER_LIMIT
 from elastic_trainer.actors.restoring import Gathered, gather
 from elastic_trainer.actors.watch import Mark, Standing
@@ -217,6 +218,7 @@ class StageWorker:
         if training:
             self._check_order(runtime, segment.first_update)
             self._state.withdraw()
+        compute_in_long_slices(self.device.type)
         runtime.progress = 0
         self._at("a segment")
         self._segment = segment

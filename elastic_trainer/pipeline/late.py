@@ -10,8 +10,10 @@ The kernels, their operands and the order in which gradients add up are autograd
 changes.
 """
 
+import contextlib
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from elastic_trainer.errors import ModelError
+
+_NO_CONTEXT: AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class _Use(NamedTuple):
@@ -85,6 +89,10 @@ class LateGradients:
         key = (id(use.weight), torch._C._current_graph_task_id())
         self._uses[key] = [*self._uses.pop(key, []), use]
 
+    def begin_backward(self) -> None:
+        """A backward begins: gradients that a layer has asked for in its forward are its own."""
+        self._uses.clear()
+
     def end_backward(self) -> None:
         """A backward is over: what it has left is one entry in the line of what is to be done."""
         if self._uses:
@@ -117,7 +125,7 @@ class LateGradients:
             self._left.popleft()
         for use in alike:
             use.check()
-        with torch.autocast(alike[0].value.device.type, enabled=False):
+        with _without_autocast(alike[0].value.device.type):
             _add(alike[0].weight, [use.grad.t().mm(use.value) for use in alike])
             if (bias := alike[0].bias) is not None and bias.requires_grad:
                 _add(bias, [use.grad.sum(0) for use in alike])
@@ -148,38 +156,41 @@ class _Forward:
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._linear.weight, self._linear.bias
+        if torch.compiler.is_compiling() or not (weight.requires_grad and torch.is_grad_enabled()):
+            return F.linear(x, weight, bias)
         kind = x.device.type
         casts = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-        dtype = torch.get_autocast_dtype(kind) if casts else x.dtype
-        if torch.compiler.is_compiling():
-            return F.linear(x, weight, bias)
-        waits = _can_wait(x, weight, bias, casts)
-        if torch.is_grad_enabled() and weight.requires_grad:
-            self._ways.add(waits)
-            if len(self._ways) > 1:
-                self._late.hurry()
+        # There is an early gradient to be made, and nobody watches the late one.
+        waits = (
+            x.requires_grad
+            and x.dim() > 1
+            and (casts or x.dtype == weight.dtype)
+            and _is_unwatched(weight)
+            and (bias is None or _is_unwatched(bias))
+        )
+        self._ways.add(waits)
+        if len(self._ways) > 1:
+            self._late.hurry()
         if not waits:
             return F.linear(x, weight, bias)
-        made: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-            x.to(dtype), weight, bias, self._late
-        )
+        if casts:
+            x = x.to(torch.get_autocast_dtype(kind))
+        made: Tensor = _Linear.apply(x, weight, bias, self._late)  # type: ignore[no-untyped-call]
         return made
 
 
-def _can_wait(x: Tensor, weight: Tensor, bias: Tensor | None, casts: bool) -> bool:
-    """Whether there is an early gradient to be made, and nobody watches the late one."""
+def _is_unwatched(parameter: Tensor) -> bool:
+    """Whether nobody but the optimizer learns of the parameter's gradient."""
     return (
-        torch.is_grad_enabled()
-        and x.requires_grad
-        and x.dim() > 1
-        and weight.requires_grad
-        and (casts or x.dtype == weight.dtype)
-        and all(
-            p.is_leaf and not p._backward_hooks and not p._post_accumulate_grad_hooks
-            for p in (weight, bias)
-            if p is not None
-        )
+        parameter.is_leaf
+        and not parameter._backward_hooks
+        and not parameter._post_accumulate_grad_hooks
     )
+
+
+def _without_autocast(kind: str) -> AbstractContextManager[Any]:
+    """Entering autocast takes as long as a small map: it is done only where it changes anything."""
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NO_CONTEXT
 
 
 class _Linear(torch.autograd.Function):
@@ -193,8 +204,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, used)
         ctx.leaves = weight, bias
         ctx.late = late
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, used, None if bias is None else bias.to(x.dtype))
+        # All of one precision already: autocast has nothing left to change.
+        return F.linear(x, used, None if bias is None else bias.to(x.dtype))
 
     @staticmethod
     @once_differentiable

@@ -141,6 +141,7 @@ class _Backward(NamedTuple):
 
 
 def _backward(roots: Sequence[Tensor], late: LateGradients, device: torch.device) -> _Backward:
+    late.begin_backward()
     begin = _now(device)
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])

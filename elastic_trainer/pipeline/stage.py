@@ -159,6 +159,7 @@ class Stage:
         when what is `left` gets done; with recompute the modules must hold those leaves again.
         """
         if not held.trees:
+            self.left.begin_backward()
             try:
                 _propagate(held.outputs, grads)
             except Exception as error:

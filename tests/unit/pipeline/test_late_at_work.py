@@ -162,6 +162,35 @@ def test_recompute_is_not_made_to_keep_more() -> None:
         assert any(taken) is not recompute
 
 
+class AsksForGradient(nn.Module):
+    """Adds the gradient of its map's output by its input, a number of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.map(x)
+        if not torch.is_grad_enabled():
+            return y
+        (slope,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return y + slope.detach()
+
+
+def test_a_gradient_that_a_forward_asks_for_is_not_added_up() -> None:
+    grads = []
+    for split in (False, True):
+        layers = [LayerSpec("first", lambda: nn.Linear(6, 6)), LayerSpec("asks", AsksForGradient)]
+        model = ModelSpec(tuple(layers), squared_error, input_fields=("x",))
+        config = with_settings(Config(), pipeline={"split_backward": split})
+        batches = {1: [{"x": torch.ones(4, 6), "labels": torch.zeros(4, 6)}]}
+        pipeline = InProcessPipeline(model, config, even_plan(model, 2, "1f1b"), batches)
+        pipeline.train(1, 1)
+        grads.append(pipeline.runtimes[1].layer_states()["asks"]["optim/map.weight/exp_avg"])
+        pipeline.close()
+    assert torch.equal(*grads)
+
+
 class BreaksGradient(nn.Module):
     """Passes on what comes; its gradient is NaN."""
 
