@@ -36,7 +36,7 @@ T = TypeVar("T")
 Result = Made | DataError
 # -P: not the folder that this happens to run in.
 COMMAND = (sys.executable, "-P", "-m", "elastic_trainer.data.media.decoder_process")
-START_S = 30.0
+START_S = 120.0  # that many only on a machine that has much else to do
 _END_S = 5.0  # for a process that has closed its end, or was killed
 _BUFFER_BYTES = 1 << 20  # of the socket; the system allows less. A sample more is made meanwhile
 _HINT = "Remove it, or set data.on_error=skip"
